@@ -1,0 +1,249 @@
+"""Typed messages between the coordinator and its worker processes.
+
+Every worker talks to the coordinator only, over one inherited socket pair. A message is a frozen
+dataclass; what it needs to be interpreted travels inside it. Token sequences and small numbers
+travel here; hidden states never do: they go through the ring, and a `SlotRef` says where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """A place in the ring, handed out once by the ring's owner."""
+
+    offset: int
+    """Bytes from the ring's start to the slot's header."""
+    num_bytes: int
+    """Header, features and target states together."""
+    generation: int
+    """Unique per allocation; the writer stamps it and the reader checks it."""
+    num_tokens: int
+    """Rows that a complete sample has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one response is drawn from the target."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps every token."""
+    max_new_tokens: int = 96
+    seed: int | None = None
+
+
+# --- any worker -> coordinator -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sent at least every few seconds from a thread of its own."""
+
+    state: str
+    """What the worker does or waits for, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The worker cannot go on and exits with code 1 after this."""
+
+    message: str
+    """The one text that the user is to read."""
+
+
+# --- coordinator -> any worker -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """First message on the socket: what the role's `run` function is to work with."""
+
+    spec: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Finish what is in hand, clean up, exit with code 0."""
+
+
+# --- coordinator <-> engine ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Draw one response from the target."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Teach:
+    """Prefill a whole sample and put its states into the slot."""
+
+    sample_id: str
+    token_ids: tuple[int, ...]
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """The engine is up and its self-check has passed."""
+
+    info: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A response; it includes the end-of-turn token where the target produced one."""
+
+    request_id: str
+    output_ids: tuple[int, ...]
+    finish_reason: str
+    """"stop" or "length"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Every row of the sample is in its slot and finite."""
+
+    sample_id: str
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request that gave no usable result."""
+
+    request_id: str
+    slot: SlotRef | None
+    reason: str
+    """"nonfinite", "partial_capture" or "engine_error: ..."."""
+
+
+# --- coordinator <-> trainer ranks ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReady:
+    """The rank has its draft, its optimizer and, on resume, its checkpoint."""
+
+    rank: int
+    next_step: int
+    """The first optimizer step that it will ask for, from 0."""
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedBatch:
+    """The rank wants its share of the samples of one optimizer step."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One sample of a batch, its states waiting in the ring."""
+
+    sample_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    """The tokens after these are supervised."""
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A rank's share of one optimizer step."""
+
+    step: int
+    items: tuple[BatchItem, ...]
+    num_micro_batches: int
+    """The same on every rank, also where a share is shorter."""
+    last: bool = False
+    """No step follows this one: the run is finished or asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoBatch:
+    """Instead of a batch: save a checkpoint at this step and exit."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The rank has let go of every slot of that step."""
+
+    rank: int
+    step: int
+    wait_seconds: float
+    """Time between asking for the batch and having it."""
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Means over the last log interval, from rank 0."""
+
+    step: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReady:
+    """The draft as of that step lies in a folder, in export format."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A complete, resumable checkpoint lies in a folder."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerDone:
+    """The rank has finished; it exits with code 0 after this."""
+
+    rank: int
+    next_step: int
+
+
+# --- coordinator <-> evaluator -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatorReady:
+    """The evaluator has its target in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Measure the accept length of the draft in that folder."""
+
+    step: int
+    draft_path: str
+    full: bool
+    """True: every temperature of the final report; False: the usual one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One report per temperature, as `dspark.report.AcceptReport.to_dict` gives it."""
+
+    step: int
+    report: dict[str, Any]
