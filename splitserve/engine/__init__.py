@@ -1,0 +1,1 @@
+"""The target engine: teaches (hidden states into the ring) and generates."""

@@ -1,0 +1,102 @@
+"""What every target engine is given and what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from splitserve.messages import Generate, Generated, Rejected, Taught, Teach
+from splitserve.transport.layout import RingLayout
+
+Result = Generated | Taught | Rejected
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything that an engine process works with. Raises ValueError for impossible values."""
+
+    target_path: str
+    """Hugging Face folder of the target."""
+    layer_ids: tuple[int, ...]
+    """Captured decoder layers, ascending; id i is the output of layer i."""
+    ring_path: str
+    ring_layout: RingLayout
+    kind: str = "sglang"
+    """"sglang" or "transformers"."""
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response; empty = what the target's own files say."""
+    capture: str = "auto"
+    """SGLang's capture convention: "DSPARK", "DFLASH", or "auto" by architecture."""
+    context_length: int = 1024
+    """Longest prompt and response together, tokens."""
+    chunked_prefill_size: int = 2048
+    """Tokens of one forward pass of a prefill."""
+    max_running_requests: int = 64
+    kv_cache_tokens: int = 0
+    """Tokens of KV cache; 0 = enough for every running request at the context length."""
+    tp_size: int = 1
+    num_threads: int = 0
+    """CPU threads of each rank; 0 = all cores."""
+    port: int = 0
+    """Base port of SGLang; 0 = SGLang chooses."""
+    attention_backend: str = ""
+    """SGLang attention backend on an accelerator; empty = its default."""
+    mixed_chunk: bool = False
+    """Let prefill chunks and decode steps share forward passes."""
+    log_file: str = ""
+    """Where SGLang's output goes; empty = where the engine's own goes."""
+    selfcheck: bool = True
+    selfcheck_tolerance: float = 0.0
+    """Mean absolute difference of log-probabilities allowed; 0 = by dtype."""
+    start_timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("sglang", "transformers"), "engine", self.kind, "sglang, transformers")
+        _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16, float32")
+        _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu, cuda")
+        _require(
+            self.capture in ("auto", "DSPARK", "DFLASH"), "capture", self.capture, "auto, DSPARK, DFLASH"
+        )
+        _require(
+            bool(self.layer_ids) and list(self.layer_ids) == sorted(set(self.layer_ids)),
+            "target_layer_ids",
+            list(self.layer_ids),
+            "one or more different layers in ascending order",
+        )
+        for name in ("context_length", "chunked_prefill_size", "max_running_requests", "tp_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        width = self.ring_layout.hidden_size * len(self.layer_ids)
+        _require(
+            self.ring_layout.num_context_features == width,
+            "ring_layout.num_context_features",
+            self.ring_layout.num_context_features,
+            f"{width}, captured layers times hidden size",
+        )
+
+
+def _require(good: bool, field: str, value: object, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{field}={value!r}; allowed: {allowed}; correct the setting")
+
+
+class TargetEngine(Protocol):
+    """A running target. Results arrive through the callback given at its making, in any order."""
+
+    def info(self) -> dict[str, object]:
+        """What the coordinator records about the engine (names, versions, layers)."""
+
+    def submit(self, request: Generate | Teach) -> None:
+        """Take a request; never blocks. Exactly one result follows."""
+
+    def close(self) -> None:
+        """Stop, and leave no process and no thread behind."""
+
+
+ResultSink = Callable[[Result], None]

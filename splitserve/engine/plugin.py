@@ -1,0 +1,159 @@
+"""The SGLang plugin: copies the states of marked requests into the ring.
+
+SGLang loads it in each of its processes through the entry point group `sglang.srt.plugins`, in
+every program of an environment where this package is installed. It therefore does nothing at all
+unless SPLITSERVE_CAPTURE says so. Only the target's forward passes over prompt tokens are read;
+what SGLang computes stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from splitserve.messages import SlotRef
+
+ENVIRONMENT = "SPLITSERVE_CAPTURE"
+RID_PREFIX = "splitserve-teach"
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+
+logger = logging.getLogger("splitserve.capture")
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureConfig:
+    """What the plugin has to know; travels as JSON in the environment."""
+
+    rings: dict[str, str]
+    """Ring paths by the name that a request's id carries."""
+    num_context_features: int
+    hidden_size: int
+    dtype: str
+    device: str
+
+    def to_json(self) -> str:
+        """The environment variable's value."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CaptureConfig:
+        """Read the environment variable's value. Raises ValueError."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"{ENVIRONMENT} has other fields than expected: {error}") from error
+
+
+def teach_rid(ring: str, slot: SlotRef, name: str) -> str:
+    """The id of a request whose states are to go into a slot; unique, as generations are."""
+    numbers = (slot.offset, slot.num_bytes, slot.generation, slot.num_tokens)
+    return ":".join([RID_PREFIX, ring, *map(str, numbers), name])
+
+
+def parse_rid(rid: object) -> tuple[str, SlotRef] | None:
+    """The ring's name and the slot of such an id; None for any other request."""
+    if not isinstance(rid, str) or not rid.startswith(RID_PREFIX + ":"):
+        return None
+    _, ring, offset, num_bytes, generation, num_tokens, _ = rid.split(":", 6)
+    return ring, SlotRef(int(offset), int(num_bytes), int(generation), int(num_tokens))
+
+
+class Capture:
+    """The hook's state: the rings, attached when first needed."""
+
+    def __init__(self, config: CaptureConfig) -> None:
+        self._config = config
+        self._writers: dict[str, Any] = {}
+
+    def after_forward(self, output: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+        """Copy the rows of marked requests; never raises into SGLang.
+
+        The outputs are views of memory that the next forward pass reuses, so the copy is
+        finished before this returns.
+        """
+        if runner.is_draft_worker or forward_batch.rids is None:
+            return
+        if not forward_batch.forward_mode.is_extend():
+            return
+        marked = [
+            (index, *parsed)
+            for index, rid in enumerate(forward_batch.rids)
+            if (parsed := parse_rid(rid)) is not None
+        ]
+        if not marked:
+            return
+        if _tensor_parallel_rank() != 0:
+            # Under plain tensor parallelism every rank holds the same full-width values.
+            return
+        try:
+            self._copy(output.logits_output, forward_batch, marked)
+        except Exception as error:
+            logger.exception("capture failed; the samples of this forward pass are spoilt")
+            for _index, ring, slot in marked:
+                self._fail(ring, slot, error)
+
+    def _copy(
+        self, logits_output: Any, forward_batch: Any, marked: list[tuple[int, str, SlotRef]]
+    ) -> None:
+        lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+        prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
+        features, states = logits_output.hidden_states, logits_output.last_hidden_states
+        if features is None or states is None:
+            raise RuntimeError("SGLang returned no hidden states: capture-only mode is not active")
+        num_rows = sum(lengths)
+        input_ids, positions = forward_batch.input_ids, forward_batch.positions
+        for name, rows in (("features", features), ("states", states), ("input ids", input_ids)):
+            # Padding may follow, but rows must never be missing.
+            if rows.shape[0] < num_rows:
+                raise RuntimeError(f"{num_rows} rows in the batch, {rows.shape[0]} {name}")
+        for index, ring, slot in marked:
+            start, prefix, length = sum(lengths[:index]), prefixes[index], lengths[index]
+            rows = slice(start, start + length)
+            first, last = positions[start].item(), positions[start + length - 1].item()
+            if (first, last) != (prefix, prefix + length - 1):
+                raise RuntimeError(
+                    f"row {start} has position {first}, its request's prefix is {prefix}"
+                )
+            self._writer(ring).write_rows(
+                slot, prefix, features[rows], states[rows], input_ids[rows]
+            )
+
+    def _fail(self, ring: str, slot: SlotRef, error: Exception) -> None:
+        try:
+            self._writer(ring).fail(slot, error)
+        except Exception:
+            # The slot is another sample's by now, or the ring is gone: nothing left to spoil.
+            logger.exception("slot %s could not be marked as spoilt", slot)
+
+    def _writer(self, ring: str) -> Any:
+        if ring not in self._writers:
+            from splitserve.transport.ring import RingLayout, RingWriter
+
+            config = self._config
+            layout = RingLayout(config.num_context_features, config.hidden_size, config.dtype)
+            self._writers[ring] = RingWriter.attach(config.rings[ring], layout)
+        return self._writers[ring]
+
+
+def _tensor_parallel_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank
+
+
+def register() -> None:
+    """Entry point. Hooks the target's forward pass if SPLITSERVE_CAPTURE is set."""
+    text = os.environ.get(ENVIRONMENT)
+    if not text:
+        return
+    config = CaptureConfig.from_json(text)
+    if config.device == "cpu":
+        from splitserve.engine import rotary_shim
+
+        rotary_shim.install()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(FORWARD, Capture(config).after_forward, HookType.AFTER)

@@ -1,0 +1,1 @@
+"""The frozen target model as a Hugging Face folder on disk."""

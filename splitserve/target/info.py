@@ -1,0 +1,146 @@
+"""What the trainer needs to know about a target, read from its folder and checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Capture hooks that read a layer's output as the next layer's input never see the last layer's.
+# Source: SGLang 0.5.23, srt/models/{llama,qwen3}.py and srt/models/bailing_moe_v3.py.
+_LAST_LAYER_CAPTURABLE = frozenset({"BailingMoeV3ForCausalLM"})
+_DSPARK_CAPTURE = frozenset(
+    {
+        "BailingMoeV3ForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "KimiK3ForConditionalGeneration",
+        "KimiLinearForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """A target that has been found complete."""
+
+    path: str
+    """Its Hugging Face folder."""
+    config: dict[str, Any] = field(repr=False)
+    """The text model's config.json."""
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding; possibly more than the tokenizer has tokens."""
+    eos_token_ids: tuple[int, ...]
+    """The tokens that end a response."""
+    tokenizer_len: int
+    """0 where the folder has no tokenizer and none was asked for."""
+    has_chat_template: bool
+    dtype: str
+
+
+def capturable_layers(architecture: str, num_layers: int) -> range:
+    """The decoder layers whose output the target engine can capture, by SGLang's layer ids."""
+    last = num_layers if architecture in _LAST_LAYER_CAPTURABLE else num_layers - 1
+    return range(last)
+
+
+def capture_convention(architecture: str) -> str:
+    """The name under which SGLang captures this architecture's layers: "DSPARK" or "DFLASH"."""
+    return "DSPARK" if architecture in _DSPARK_CAPTURE else "DFLASH"
+
+
+def read_target(path: str | Path, *, need_tokenizer: bool = True) -> TargetInfo:
+    """Describe the target in a Hugging Face folder.
+
+    Raises ValueError, naming `target.path`, for the first thing that is missing.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise _missing(folder, "is not a folder", "a local Hugging Face model folder")
+    if not (folder / "config.json").is_file():
+        raise _missing(folder, "has no config.json", "a folder with config.json")
+    raw = _load_json(folder / "config.json")
+    # Multimodal wrappers keep the language model's sizes one level down.
+    config = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if not isinstance(config.get(key), int):
+            raise _missing(
+                folder, f"has no integer {key} in its config.json", "a decoder language model"
+            )
+    if not any(folder.glob("*.safetensors")):
+        raise _missing(folder, "has no *.safetensors weights", "a folder with safetensors weights")
+    tokenizer_len, template, tokenizer_eos = 0, False, None
+    if need_tokenizer:
+        tokenizer_len, template, tokenizer_eos = _read_tokenizer(folder)
+        if tokenizer_len > config["vocab_size"]:
+            raise _missing(
+                folder,
+                f"has a tokenizer of {tokenizer_len} tokens for a vocabulary of "
+                f"{config['vocab_size']}",
+                "a tokenizer no larger than the model's vocabulary",
+            )
+    return TargetInfo(
+        path=str(folder.resolve()),
+        config=config,
+        architecture=(raw.get("architectures") or [""])[0],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        eos_token_ids=_eos_token_ids(folder, config, tokenizer_eos),
+        tokenizer_len=tokenizer_len,
+        has_chat_template=template,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    )
+
+
+def _missing(folder: Path, what: str, allowed: str) -> ValueError:
+    return ValueError(
+        f"target.path={str(folder)!r} {what}; allowed: {allowed}; "
+        "give the folder of a complete model (huggingface-cli download MODEL --local-dir FOLDER), "
+        "or leave target.path empty and set target.package"
+    )
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _missing(path.parent, f"has an unreadable {path.name} ({error})", "JSON") from error
+    if not isinstance(loaded, dict):
+        raise _missing(path.parent, f"has a {path.name} that is not an object", "a JSON object")
+    return loaded
+
+
+def _read_tokenizer(folder: Path) -> tuple[int, bool, int | None]:
+    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
+        raise _missing(folder, "has no tokenizer", "a folder with tokenizer.json")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise _missing(
+            folder,
+            f"has a tokenizer that does not load ({type(error).__name__}: {error})",
+            "a tokenizer that transformers.AutoTokenizer loads",
+        ) from error
+    return len(tokenizer), bool(tokenizer.chat_template), tokenizer.eos_token_id
+
+
+def _eos_token_ids(
+    folder: Path, config: dict[str, Any], tokenizer_eos: int | None
+) -> tuple[int, ...]:
+    """Every id by which the model's own generation stops, and the tokenizer's end of turn."""
+    found: list[int] = []
+    sources = [config.get("eos_token_id"), tokenizer_eos]
+    if (folder / "generation_config.json").is_file():
+        sources.insert(0, _load_json(folder / "generation_config.json").get("eos_token_id"))
+    for value in sources:
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int) and token not in found:
+                found.append(token)
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Hidden states on their way from the target engine to the trainer."""
