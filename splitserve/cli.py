@@ -1,0 +1,127 @@
+"""The command line: `splitserve train|eval|export|config key=value ...`.
+
+Heavy imports happen inside the commands, so that `--help` and a mistyped setting answer at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from splitserve import __version__
+from splitserve.errors import RunFailed, UserError, suggest
+
+USAGE = """\
+usage: splitserve COMMAND [key=value ...]
+
+  train   recipe=NAME [setting=value ...] [resume=true] [run_dir=FOLDER]
+          train a draft for a target, measure it in the loop, export the best one
+  eval    [run=FOLDER | draft=FOLDER target=FOLDER prompts=FILE] [temperature=0]
+          [num_prompts=N] [lossless=true]
+          measure a draft's accept length on held-out prompts
+  export  [run=FOLDER] [checkpoint=best|last|STEP] [out=FOLDER]
+          write a draft as the folder that SGLang loads
+  config  recipe=NAME [setting=value ...]
+          print the resolved settings
+
+  splitserve train --help lists the recipes and what can be set.
+"""
+
+
+def _train_help() -> str:
+    from splitserve.compose import group_options, recipe_names, setting_paths
+
+    lines = ["usage: splitserve train recipe=NAME [setting=value ...]", "", "recipes:"]
+    lines += [f"  {name}" for name in recipe_names()]
+    lines += ["", "groups (GROUP=FILE):"]
+    lines += [f"  {group}: {', '.join(files)}" for group, files in group_options().items()]
+    lines += ["", "settings (NAME=VALUE):"]
+    lines += [f"  {path}" for path in setting_paths()]
+    return "\n".join(lines)
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from splitserve.run.main import train
+
+    return train(arguments)
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    from splitserve.run.commands import evaluate
+
+    return evaluate(arguments)
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from splitserve.run.commands import export
+
+    return export(arguments)
+
+
+def _config(arguments: Sequence[str]) -> int:
+    from splitserve.compose import compose, to_yaml
+
+    print(to_yaml(compose(arguments)), end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "eval": _eval,
+    "export": _export,
+    "config": _config,
+}
+
+
+def _terminate(number: int, frame: object) -> None:
+    # Before a run's own handler is in place, SIGTERM is to unwind like Ctrl-C.
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 1 (failed), 2 (bad input) or 130 (stopped)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"splitserve {__version__}")
+        return 0
+    name, *rest = arguments
+    try:
+        if name not in COMMANDS:
+            raise UserError("command", name, ", ".join(COMMANDS), suggest(name, COMMANDS))
+        if any(a in ("-h", "--help") for a in rest):
+            print(_train_help() if name in ("train", "config") else USAGE)
+            return 0
+        signal.signal(signal.SIGTERM, _terminate)
+        return COMMANDS[name](rest)
+    except ValueError as error:
+        # Checks below the command line raise ValueError with the same four parts.
+        if not isinstance(error, UserError) and _is_a_bug(error):
+            traceback.print_exc()
+            return 1
+        print(f"splitserve: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"splitserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("splitserve: stopped", file=sys.stderr)
+        return 130
+
+
+def _is_a_bug(error: ValueError) -> bool:
+    """Whether a ValueError came from a library rather than from a check of ours."""
+    frame = error.__traceback__
+    last = ""
+    while frame is not None:
+        last = frame.tb_frame.f_globals.get("__name__", "")
+        frame = frame.tb_next
+    return last.split(".")[0] not in ("splitserve", "dspark", "serving")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

