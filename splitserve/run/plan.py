@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,32 +9,50 @@ from typing import Any
 from dspark.config import DraftConfig
 from splitserve.data.mask_token import choose_mask_token
 from splitserve.data.prompts import Prompt, read_prompts
+from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import has_anchor
+from splitserve.data.samples import make_sample, sample_id_of
 from splitserve.data.schedule import SampleSchedule
-from splitserve.data.split import check_leak, split_prompts
+from splitserve.data.split import Split, check_no_leak, split_prompts
 from splitserve.errors import UserError
+from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.messages import Sampling
 from splitserve.run.feeder import Entry
 from splitserve.run.process import port_is_free
 from splitserve.settings import RunSettings
 from splitserve.target.prepare import TargetInfo, capturable_layers, prepare_target
-from splitserve.transport.ring import RingLayout
+from splitserve.transport.layout import RingLayout
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before its first process: target, draft, prompts, samples, schedule."""
+    """A run before its first process: target, draft, prompts, samples and their order."""
 
     target: TargetInfo
     draft: DraftConfig
-    train_prompts: list[Prompt]
-    held_out: list[Prompt]
-    held_out_ids: list[tuple[int, ...]]
-    entries: list[Entry]
+    held_out: tuple[EvalPrompt, ...]
+    entries: tuple[Entry, ...]
     schedule: SampleSchedule
     ring_layout: RingLayout
     max_tokens: int
+
+    def accept(self, entry: Entry, output_ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """The ids to train on for a response, or the reason to drop it."""
+        try:
+            sample = make_sample(
+                entry.sample_id,
+                entry.sample_id,
+                entry.domain,
+                entry.prompt_ids,
+                output_ids,
+                max_tokens=self.max_tokens,
+                end_of_turn_ids=self.target.eos_token_ids,
+            )
+        except RowRefused as refused:
+            return (), refused.reason.value
+        if self.draft.mask_token_id in sample.token_ids:
+            return (), "mask_token_in_answer"
+        return sample.token_ids, ""
 
 
 def load_tokenizer(path: str) -> Any:
@@ -43,3 +60,151 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def target_of(settings: RunSettings) -> TargetInfo:
+    """Find or make the target that the settings name."""
+    target = settings.target
+    return prepare_target(
+        path=target.path,
+        package=target.package,
+        gguf_member=target.gguf_member,
+        gguf_sha256=target.gguf_sha256,
+    )
+
+
+def make_plan(settings: RunSettings) -> Plan:
+    """Everything that can be known, and refused, without starting a process.
+
+    Raises:
+        ValueError: target, layers, mask token, prompts, ring or ports do not fit; the message
+            names the setting.
+    """
+    check_ports(settings)
+    data = settings.data
+    # The prompts are read before the target is made ready: a typo is to show at once.
+    split = _split(settings)
+    target = target_of(settings)
+    tokenizer = load_tokenizer(target.path)
+    renderer = ChatRenderer(tokenizer, data.chat_template_kwargs, data.system_prompt)
+    train_ids = [renderer.prompt_ids(p.messages) for p in split.train]
+    held_out_ids = [renderer.prompt_ids(p.messages) for p in split.held_out]
+    used = {token for ids in (*train_ids, *held_out_ids) for token in ids}
+    mask_token = choose_mask_token(
+        tokenizer, target.vocab_size, settings.draft.mask_token, used | set(target.eos_token_ids)
+    )
+    draft = draft_config(settings, target, mask_token)
+    entries = _entries(settings, split, train_ids)
+    layout = RingLayout(draft.num_context_features, draft.hidden_size, settings.target.dtype)
+    _check_ring(settings, layout)
+    schedule = SampleSchedule(
+        [e.sample_id for e in entries],
+        settings.train.global_batch_size,
+        settings.train.steps,
+        settings.seed,
+    )
+    held_out = tuple(
+        EvalPrompt(p.id, p.domain, ids) for p, ids in zip(split.held_out, held_out_ids, strict=True)
+    )
+    return Plan(target, draft, held_out, entries, schedule, layout, data.max_tokens)
+
+
+def _split(settings: RunSettings) -> Split:
+    data = settings.data
+    prompts = read_prompts(data.prompts)
+    if not data.eval_prompts:
+        split = split_prompts(prompts, data.held_out_fraction, settings.seed)
+    else:
+        held_out = tuple(read_prompts(data.eval_prompts, "data.eval_prompts"))
+        split = Split(split_prompts(prompts, 0.0, settings.seed).train, held_out)
+        check_no_leak(split.train, split.held_out)
+    limit = settings.eval.num_prompts or len(split.held_out)
+    if not split.held_out:
+        raise UserError(
+            "data.held_out_fraction",
+            data.held_out_fraction,
+            "a share that holds out at least one prompt",
+            "raise it, give more prompts, or name a file in data.eval_prompts",
+        )
+    return Split(split.train, split.held_out[:limit])
+
+
+def _entries(
+    settings: RunSettings, split: Split, train_ids: Sequence[tuple[int, ...]]
+) -> tuple[Entry, ...]:
+    """One sample per training prompt and sampling setting.
+
+    Prompts that leave no room for an answer are dropped by `Plan.accept` like any other sample.
+    """
+    return tuple(
+        Entry(
+            sample_id_of(prompt.id, k),
+            prompt.domain,
+            ids,
+            Sampling(
+                setting.temperature,
+                setting.top_p,
+                setting.top_k,
+                max(2, min(setting.max_new_tokens, settings.data.max_tokens - len(ids))),
+            ),
+        )
+        for prompt, ids in zip(split.train, train_ids, strict=True)
+        for k, setting in enumerate(settings.data.sampling)
+    )
+
+
+def draft_config(settings: RunSettings, target: TargetInfo, mask_token_id: int) -> DraftConfig:
+    """The draft's geometry on that target; refuses layers that the engine cannot capture."""
+    draft = settings.draft
+    capturable = capturable_layers(target.architecture, target.num_layers)
+    return DraftConfig.for_target(
+        target.config,
+        num_layers=draft.num_layers,
+        block_size=draft.block_size,
+        target_layer_ids=tuple(draft.target_layer_ids),
+        num_context_layers=draft.num_context_layers,
+        mask_token_id=mask_token_id,
+        markov_rank=draft.markov_rank,
+        markov_head_type=draft.markov_head_type,
+        confidence_head_with_markov=draft.confidence_head_with_markov and draft.markov_rank > 0,
+        intermediate_size=draft.intermediate_size or None,
+        architecture=draft.architecture,
+        capture_last_layer=capturable[-1] == target.num_layers - 1,
+    )
+
+
+def _check_ring(settings: RunSettings, layout: RingLayout) -> None:
+    """Two whole batches must fit side by side, or the run could wait for itself."""
+    needed = 2 * settings.train.global_batch_size * layout.slot_bytes(settings.data.max_tokens)
+    if settings.layout.ring_bytes < needed:
+        raise UserError(
+            "layout.ring_bytes",
+            settings.layout.ring_bytes,
+            f"{needed} or more, two batches of data.max_tokens={settings.data.max_tokens}",
+            "raise layout.ring_bytes, or lower data.max_tokens or train.global_batch_size",
+        )
+
+
+def check_ports(settings: RunSettings) -> None:
+    """Refuse a port that somebody else listens on."""
+    ports = {"layout.master_port": settings.layout.master_port, "engine.port": settings.engine.port}
+    for name, port in ports.items():
+        if port and not port_is_free(port):
+            raise UserError(name, port, "a free port", f"choose another, or {name}=0 to find one")
+
+
+def evaluator_spec(settings: RunSettings, plan: Plan) -> EvaluatorSpec:
+    """What the evaluator measures, and how."""
+    measure = settings.eval
+    return EvaluatorSpec(
+        target_path=plan.target.path,
+        dtype=settings.target.dtype,
+        prompts=plan.held_out,
+        eos_token_ids=plan.target.eos_token_ids,
+        max_new_tokens=measure.max_new_tokens,
+        batch_size=measure.batch_size,
+        temperatures=(measure.temperature,),
+        final_temperatures=(measure.temperature, *measure.final_temperatures),
+        seed=settings.seed,
+        num_threads=settings.layout.eval_threads,
+    )

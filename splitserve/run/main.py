@@ -1,0 +1,261 @@
+"""`splitserve train`: from a command line to a measured and exported draft."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dspark.checkpoint import verify_export
+from serving.launch import launch_command
+from serving.version import require_sglang
+from splitserve.compose import compose, compose_resumed, recipe_label, split_overrides, to_yaml
+from splitserve.engine.base import EngineSpec
+from splitserve.errors import RunFailed
+from splitserve.run.coordinator import Coordinator, CoordinatorOptions, Outcome, log_path
+from splitserve.run.display import Display, duration
+from splitserve.run.evaluations import Best, Evaluations, accept_length_of
+from splitserve.run.feeder import Feeder
+from splitserve.run.folder import RunFolder
+from splitserve.run.plan import Plan, evaluator_spec, make_plan
+from splitserve.run.process import ChildProcess, free_port
+from splitserve.run.summary import print_summary
+from splitserve.settings import RunSettings
+from splitserve.train.checkpoint import read_meta
+from splitserve.train.spec import TrainerSpec
+from splitserve.trackers import make_tracker
+from splitserve.transport.ring import RingOwner
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run or resume a training run; 0 when it finished, 130 when it was stopped.
+
+    Raises:
+        ValueError: bad input, before any process has started.
+        RunFailed: the run had to end.
+    """
+    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    settings, folder = open_run(arguments)
+    if settings.engine.kind == "sglang":
+        require_sglang()
+    console.print(f"run folder: {folder.path}", highlight=False)
+    plan = make_plan(settings)
+    if not settings.resume:
+        folder.config.write_text(to_yaml(settings))
+    layers = ", ".join(map(str, plan.draft.target_layer_ids))
+    console.print(
+        f"target {settings.target.name}: {plan.target.num_layers} layers, captured {layers}; "
+        f"{len(plan.entries)} samples to train on, {len(plan.held_out)} held-out prompts"
+    )
+    outcome = _run(settings, folder, plan, console)
+    if not outcome.finished:
+        console.print(
+            f"stopped after {outcome.step} steps; go on with: splitserve train "
+            f"recipe={settings.recipe} resume=true run_dir={folder.path}"
+            if outcome.checkpoint
+            else f"stopped before the first checkpoint; answers so far are kept in {folder.path}"
+        )
+        return 130
+    _finish(settings, folder, plan, outcome, console)
+    return 0
+
+
+def open_run(arguments: Sequence[str]) -> tuple[RunSettings, RunFolder]:
+    """The settings and the locked folder of a new or of a resumed run."""
+    recipe, overrides = split_overrides(arguments)
+    options = dict(o.partition("=")[::2] for o in overrides)
+    label = recipe_label(recipe)
+    if options.get("resume", "").lower() in ("true", "1", "yes"):
+        folder = RunFolder.create(options.get("run_dir", ""), label, resume=True)
+        return compose_resumed(folder.config, overrides), folder
+    settings = compose(arguments)
+    return settings, RunFolder.create(settings.run_dir, label, resume=False)
+
+
+def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console) -> Outcome:
+    last = folder.last_checkpoint() if settings.resume else None
+    first_step = read_meta(last)["step"] if last else 0
+    ring = RingOwner.create(settings.layout.ring_bytes, plan.ring_layout)
+    feeder = Feeder(
+        plan.entries,
+        plan.schedule,
+        ring,
+        num_ranks=settings.layout.train_ranks,
+        micro_batch_size=settings.train.micro_batch_size,
+        max_in_flight=settings.engine.max_in_flight,
+        accept=plan.accept,
+        first_step=first_step,
+    )
+    for sample_id, row in folder.read_responses().items():
+        entry = feeder.entries.get(sample_id)
+        if entry is not None and len(entry.prompt_ids) == row["num_prompt_tokens"]:
+            feeder.answer(entry, row["output_ids"])
+    tracker = make_tracker(settings.tracker, folder.path, name=folder.path.name)
+    options = CoordinatorOptions(
+        num_steps=settings.train.steps,
+        max_drop_fraction=settings.data.max_drop_fraction,
+        max_restarts=settings.engine.max_restarts,
+        heartbeat_timeout_seconds=settings.layout.heartbeat_timeout_seconds,
+        start_timeout_seconds=settings.engine.start_timeout_seconds,
+    )
+    workers = _Workers(settings, folder, plan, ring, str(last or ""))
+    evaluations = Evaluations(_best_so_far(folder))
+    try:
+        with Display(console, f"SplitServe  {settings.recipe}  {folder.path}") as display:
+            return Coordinator(
+                folder,
+                feeder,
+                evaluations,
+                options,
+                display,
+                tracker,
+                workers.engine,
+                workers.evaluator,
+                workers.trainers,
+            ).run()
+    finally:
+        tracker.finish()
+        ring.close()
+
+
+def _best_so_far(folder: RunFolder) -> Best | None:
+    """The best draft of the run's earlier life, if its snapshot is still there."""
+    found = [
+        Best(row["step"], accept_length_of(row["report"]), str(path))
+        for row in folder.read_evals()
+        if (path := folder.snapshots / f"step_{row['step']:06d}").is_dir()
+    ]
+    return max(found, key=lambda best: best.accept_length, default=None)
+
+
+class _Workers:
+    """Makes the worker processes of a run, each time with what it needs and no more."""
+
+    def __init__(
+        self, settings: RunSettings, folder: RunFolder, plan: Plan, ring: RingOwner, resume: str
+    ) -> None:
+        self._settings, self._folder, self._plan = settings, folder, plan
+        self._ring, self._resume = ring, resume
+
+    def _start(self, role: str, name: str, spec: Any, num_threads: int) -> ChildProcess:
+        environment = {
+            "OMP_NUM_THREADS": str(num_threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return ChildProcess(role, name, spec, log_path(self._folder, name), environment)
+
+    def engine(self) -> ChildProcess:
+        """The target half."""
+        settings, plan = self._settings, self._plan
+        engine = settings.engine
+        spec = EngineSpec(
+            target_path=plan.target.path,
+            layer_ids=plan.draft.target_layer_ids,
+            ring_path=self._ring.path,
+            ring_layout=plan.ring_layout,
+            kind=engine.kind,
+            dtype=settings.target.dtype,
+            device=settings.layout.device,
+            eos_token_ids=plan.target.eos_token_ids,
+            context_length=plan.max_tokens + 8,
+            chunked_prefill_size=engine.chunked_prefill_size,
+            max_running_requests=engine.max_running_requests,
+            num_threads=engine.num_threads,
+            port=engine.port,
+            log_file=str(log_path(self._folder, "sglang")),
+            selfcheck_tolerance=engine.selfcheck_tolerance,
+            start_timeout_seconds=engine.start_timeout_seconds,
+        )
+        return self._start("engine", "engine", spec, engine.num_threads)
+
+    def evaluator(self) -> ChildProcess:
+        """The embedded speculative decoder."""
+        spec = evaluator_spec(self._settings, self._plan)
+        return self._start("evaluator", "evaluator", spec, spec.num_threads)
+
+    def trainers(self) -> list[ChildProcess]:
+        """The draft half, one process per rank."""
+        settings, plan = self._settings, self._plan
+        layout = settings.layout
+        port = layout.master_port or free_port()
+        return [
+            self._start(
+                "trainer",
+                f"trainer-{rank}",
+                TrainerSpec(
+                    rank=rank,
+                    world_size=layout.train_ranks,
+                    master_port=port,
+                    device=layout.device,
+                    num_threads=layout.train_threads,
+                    target_path=plan.target.path,
+                    draft=plan.draft,
+                    objective=settings.objective,
+                    train=settings.train,
+                    warm_start=settings.draft.warm_start,
+                    seed=settings.seed,
+                    eval_every=settings.eval.every,
+                    ring_path=self._ring.path,
+                    ring_layout=plan.ring_layout,
+                    checkpoints=str(self._folder.checkpoints.resolve()),
+                    snapshots=str(self._folder.snapshots.resolve()),
+                    resume_from=self._resume,
+                    collective_timeout_seconds=layout.collective_timeout_seconds,
+                ),
+                layout.train_threads,
+            )
+            for rank in range(layout.train_ranks)
+        ]
+
+
+def _finish(
+    settings: RunSettings, folder: RunFolder, plan: Plan, outcome: Outcome, console: Console
+) -> None:
+    """Export the best draft, check the export, and say what came out of the run."""
+    best = _best_so_far(folder)
+    if best is None or outcome.final_report is None:
+        raise RunFailed(f"no draft was measured; see {folder.logs}")
+    export_draft(Path(best.path), folder.export)
+    evals = folder.read_evals()
+    first = next((e["report"]["reports"][0] for e in evals if e["step"] == 0), None)
+    command = " ".join(launch_command(str(folder.export), plan.target.path))
+    print_summary(console, first, outcome.final_report, str(folder.export), command)
+    seconds = outcome.seconds
+    folder.write_metrics(
+        "finished",
+        outcome.step,
+        {
+            "best_step": best.step,
+            "accept_length_start": first["domains"]["all"]["accept_length"] if first else None,
+            "accept_length_end": accept_length_of(outcome.final_report),
+            **seconds,
+        },
+    )
+    console.print(f"finished in {duration(seconds['total_seconds'])}", highlight=False)
+
+
+def export_draft(source: Path, target: Path) -> None:
+    """Copy a draft in export format and verify the copy; an earlier export is replaced whole.
+
+    Raises:
+        ValueError: the copy is not a complete export, or cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        verify_export(partial)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(
+            f"out: {target} cannot be written ({error.strerror or error}); free space or name "
+            "another folder with out=FOLDER"
+        ) from error
