@@ -1,0 +1,1 @@
+"""Prompts in, samples out: which tokens are trained on, in which order."""

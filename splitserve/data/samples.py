@@ -1,0 +1,245 @@
+"""Training samples and the account of the rows that did not become one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splitserve.data.refusal import Reason, RowRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt with its answer, and which tokens the draft is taught."""
+
+    sample_id: str
+    prompt_id: str
+    domain: str
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    """One entry a token."""
+    truncated: bool = False
+    """The answer did not fit and was cut."""
+
+
+def sample_id_of(prompt_id: str, setting: int) -> str:
+    """The name of a prompt under the sampling setting with that index."""
+    return f"{prompt_id}/{setting}"
+
+
+def has_anchor(loss_mask: Sequence[bool]) -> bool:
+    """Whether two neighbouring tokens are supervised: one to draft from and one to draft."""
+    return any(a and b for a, b in zip(loss_mask, loss_mask[1:], strict=False))
+
+
+def make_sample(
+    sample_id: str,
+    prompt_id: str,
+    domain: str,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    end_of_turn_ids: Collection[int] = (),
+) -> Sample:
+    """The sample of a prompt and the response that the target gave.
+
+    Every token of the response is supervised, its end-of-turn token included, and none of the
+    prompt. Tokens after the first end-of-turn token are left out.
+
+    Args:
+        max_tokens: prompt and response together; what is over is cut off the response's end.
+        end_of_turn_ids: the tokens that end a response.
+
+    Raises:
+        RowRefused: empty_answer, prompt_too_long or no_anchor.
+    """
+    response = _until_end_of_turn(response_ids, end_of_turn_ids)
+    token_ids = (*prompt_ids, *response)
+    loss_mask = (False,) * len(prompt_ids) + (True,) * len(response)
+    if not response:
+        raise RowRefused(
+            Reason.EMPTY_ANSWER,
+            "the response has no tokens",
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+        )
+    return limit_sample(
+        Sample(sample_id, prompt_id, domain, token_ids, loss_mask), max_tokens=max_tokens
+    )
+
+
+def limit_sample(sample: Sample, *, max_tokens: int) -> Sample:
+    """The sample cut to a number of tokens, once it is sure that something can be learned from it.
+
+    Raises:
+        RowRefused: prompt_too_long or no_anchor.
+    """
+    assert len(sample.token_ids) == len(sample.loss_mask), (
+        f"{sample.sample_id}: {len(sample.token_ids)} tokens, {len(sample.loss_mask)} mask entries"
+    )
+    if not has_anchor(sample.loss_mask):
+        raise RowRefused(
+            Reason.NO_ANCHOR,
+            f"{sum(sample.loss_mask)} of {len(sample.token_ids)} tokens are supervised, no two "
+            "of them neighbours",
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+        )
+    token_ids, loss_mask = sample.token_ids[:max_tokens], sample.loss_mask[:max_tokens]
+    if not has_anchor(loss_mask):
+        raise RowRefused(
+            Reason.PROMPT_TOO_LONG,
+            f"no two supervised tokens lie within the first {max_tokens} of "
+            f"{len(sample.token_ids)} (data.max_tokens)",
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+        )
+    return Sample(
+        sample.sample_id,
+        sample.prompt_id,
+        sample.domain,
+        token_ids,
+        loss_mask,
+        sample.truncated or len(token_ids) < len(sample.token_ids),
+    )
+
+
+def preview(
+    token_ids: Sequence[int],
+    loss_mask: Sequence[bool],
+    decode: Callable[[Sequence[int]], str],
+    limit: int = 400,
+) -> str:
+    """The text of a row with its supervised parts in [[ ]], its middle left out where too long."""
+    parts: list[str] = []
+    start = 0
+    mask = [*loss_mask, *([False] * (len(token_ids) - len(loss_mask)))]
+    for end in range(1, len(token_ids) + 1):
+        if end == len(token_ids) or mask[end] != mask[start]:
+            text = decode(token_ids[start:end])
+            parts.append(f"[[{text}]]" if mask[start] else text)
+            start = end
+    whole = "".join(parts)
+    if len(whole) <= limit:
+        return whole
+    half = limit // 2
+    return f"{whole[:half]} ... {whole[-half:]}"
+
+
+class DropReport:
+    """Where every row went: used, or dropped under a named reason.
+
+    A row that was used may be dropped later on, as when its states turn out not to be finite; a
+    dropped one never comes back.
+    """
+
+    def __init__(self) -> None:
+        self._outcome: dict[str, str] = {}
+        """Reason by row; "" for one in use."""
+        self._truncated: set[str] = set()
+        self._examples: dict[str, tuple[str, str, RowRefused | None]] = {}
+
+    def use(self, sample: Sample) -> None:
+        """Count a sample that is trained on."""
+        assert sample.sample_id not in self._outcome, f"{sample.sample_id} was counted before"
+        self._outcome[sample.sample_id] = ""
+        if sample.truncated:
+            self._truncated.add(sample.sample_id)
+
+    def drop(self, sample_id: str, why: RowRefused | str, detail: str = "") -> None:
+        """Count a row that is not trained on, under a refusal's reason or under a name."""
+        reason, refused = (why.reason.value, why) if isinstance(why, RowRefused) else (why, None)
+        assert reason, f"{sample_id} is dropped without a reason"
+        assert not self._outcome.get(sample_id), f"{sample_id} was dropped before"
+        self._outcome[sample_id] = reason
+        self._truncated.discard(sample_id)
+        self._examples.setdefault(
+            reason, (sample_id, refused.detail if refused else detail, refused)
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows counted so far."""
+        return len(self._outcome)
+
+    @property
+    def num_used(self) -> int:
+        """Rows that are trained on."""
+        return sum(not reason for reason in self._outcome.values())
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are not."""
+        return self.num_rows - self.num_used
+
+    @property
+    def num_truncated(self) -> int:
+        """Rows that are trained on with their answer cut."""
+        return len(self._truncated)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Dropped rows by reason, the most frequent first."""
+        counts = Counter(reason for reason in self._outcome.values() if reason)
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole account, ready for JSON."""
+        return {
+            "rows": self.num_rows,
+            "used": self.num_used,
+            "truncated": self.num_truncated,
+            "dropped": self.reasons,
+            "examples": {
+                reason: {"sample_id": sample_id, "detail": detail}
+                for reason, (sample_id, detail, _) in sorted(self._examples.items())
+            },
+        }
+
+    def check(
+        self, *, max_drop_fraction: float, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        """Refuse to go on with too few rows.
+
+        Args:
+            max_drop_fraction: the largest allowed share of dropped rows.
+            decode: token ids to text, for a preview of one row with its supervised parts marked.
+
+        Raises:
+            ValueError: no row is used, or too many are dropped; shows reasons and examples.
+        """
+        if not self.num_rows:
+            raise ValueError("data.prompts: there are no rows; give a file with prompts")
+        if not self.num_used:
+            raise ValueError(
+                f"data.prompts: all {self.num_rows} rows were dropped, so no sample has two "
+                f"supervised tokens next to each other and nothing can be trained on: "
+                f"{self._explanation(decode)}; look at the preview: a wrong chat template, too "
+                "small a data.max_tokens or max_new_tokens, or answers that end at once"
+            )
+        if self.num_dropped > max_drop_fraction * self.num_rows:
+            raise ValueError(
+                f"data.max_drop_fraction: {self.num_dropped} of {self.num_rows} rows were "
+                f"dropped, at most {max_drop_fraction:g} of them may be: "
+                f"{self._explanation(decode)}; correct the rows or raise the limit"
+            )
+
+    def _explanation(self, decode: Callable[[Sequence[int]], str] | None) -> str:
+        parts = []
+        for reason, count in self.reasons.items():
+            sample_id, detail, refused = self._examples[reason]
+            part = f"{reason} {count} (for example {sample_id}: {detail}"
+            if refused is not None and refused.token_ids and decode is not None:
+                part += f"; preview: {preview(refused.token_ids, refused.loss_mask, decode)!r}"
+            parts.append(part + ")")
+        return ", ".join(parts)
+
+
+def _until_end_of_turn(response_ids: Sequence[int], end_ids: Collection[int]) -> tuple[int, ...]:
+    for index, token in enumerate(response_ids):
+        if token in end_ids:
+            return tuple(response_ids[: index + 1])
+    return tuple(response_ids)
