@@ -81,16 +81,16 @@ def _parts_played(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     if not tokenizer.chat_template:
         return taken
     template = tokenizer.get_chat_template()
-    written = {i for i, t in tokenizer.added_tokens_decoder.items() if t.content in template}
+    added = tokenizer.added_tokens_decoder
+    written = {i for i, t in added.items() if t.content in template}
     # Some templates build their markers from the role's name, which their text does not show.
     for roles in (("user",), ("user", "assistant"), ("system", "user")):
         messages = [{"role": role, "content": "a"} for role in roles]
         try:
-            written |= set(
-                tokenizer.apply_chat_template(
-                    messages, tokenize=True, add_generation_prompt=True, return_dict=False
-                )
+            ids = tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=False
             )
+            written |= added.keys() & set(ids)
         except TemplateError:
             # A template without a system role; its other roles are tried as well.
             continue

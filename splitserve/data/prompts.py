@@ -61,7 +61,9 @@ def _checked_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(text)
             except json.JSONDecodeError as error:
-                raise refuse(f"not JSON ({error.msg} at column {error.colno})", number) from error
+                raise refuse(
+                    f"found {_shown(text)}, not JSON ({error.msg} at column {error.colno})", number
+                ) from error
             if problem := _problem(row):
                 raise refuse(problem, number)
             name = str(row["id"])
@@ -78,18 +80,47 @@ def _checked_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _problem(row: Any) -> str:
-    """What is wrong with a row, or nothing."""
+    """What is wrong with a row and what is allowed, or nothing."""
     if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object"
-    if not isinstance(row.get("id"), str | int) or row["id"] == "":
-        return "no id"
+        return f"found a JSON {type(row).__name__}, not an object"
+    name = row.get("id")
+    if not isinstance(name, str | int) or isinstance(name, bool) or not str(name).strip():
+        return f"id: found {_shown(name)}, allowed is a text or a whole number"
+    domain = row.get("domain")
+    if domain is not None and not isinstance(domain, str):
+        return f"domain: found {_shown(domain)}, allowed is a text"
+    if not _is_unicode(str(name)) or not _is_unicode(domain or ""):
+        return "id or domain: found half of a surrogate pair, allowed is text that UTF-8 can hold"
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        return "messages is missing or empty"
+        return f"messages: found {_shown(messages)}, allowed is a list of one or more"
     for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            return f"a message without a role of {', '.join(ROLES)}"
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            return f"the {message['role']}'s message has no text"
+        if problem := _message_problem(message):
+            return problem
     return ""
+
+
+def _message_problem(message: Any) -> str:
+    if not isinstance(message, dict):
+        return f"messages: found {_shown(message)}, allowed is an object with role and content"
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        return f"role: found {_shown(role)}, allowed are {', '.join(ROLES)}"
+    if not isinstance(content, str) or not content.strip():
+        return f"the {role}'s content: found {_shown(content)}, allowed is a text with characters"
+    if not _is_unicode(content):
+        return (
+            f"the {role}'s content: found half of a surrogate pair, allowed is text that UTF-8 "
+            "can hold"
+        )
+    return ""
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a tokenizer can take the text: JSON may escape one half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _shown(value: Any, limit: int = 60) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -27,7 +27,7 @@ class Reason(StrEnum):
     """No two neighbouring tokens are supervised."""
 
 
-class RowRefused(ValueError):
+class RowRefused(ValueError):  # noqa: N818 - an expected outcome, as its name says
     """One row cannot be used; the run goes on without it.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def sample_id_of(prompt_id: str, setting: int) -> str:
 
 def has_anchor(loss_mask: Sequence[bool]) -> bool:
     """Whether two neighbouring tokens are supervised: one to draft from and one to draft."""
-    return any(a and b for a, b in zip(loss_mask, loss_mask[1:], strict=False))
+    return any(a and b for a, b in itertools.pairwise(loss_mask))
 
 
 def make_sample(

@@ -12,6 +12,7 @@ would make batches depend on when the drop became known.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class SampleSchedule:
                 "data.prompts: there are no samples to train on; give more prompts or a smaller "
                 "data.held_out_fraction"
             )
-        for first, second in zip(self._sample_ids, self._sample_ids[1:], strict=False):
+        for first, second in itertools.pairwise(self._sample_ids):
             if first == second:
                 raise ValueError(f"sample {first!r} is scheduled twice; ids are allowed once")
         for name, value in (("global_batch_size", global_batch_size), ("steps", num_steps)):

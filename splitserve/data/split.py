@@ -29,7 +29,7 @@ def split_prompts(prompts: Iterable[Prompt], held_out_fraction: float, seed: int
     gives it to training. A fraction of 0 holds nothing out.
 
     Raises:
-        ValueError: the fraction is not in [0, 1), an id occurs twice, or the same text would be
+        ValueError: the fraction is not in [0, 1), or the same text would be
             trained on and measured on.
     """
     if not 0.0 <= held_out_fraction < 1.0:

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.data.schedule import SampleSchedule, rank_share
+
+sizes = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12))
+
+
+def schedule(num: int, batch: int, steps: int, seed: int = 3) -> SampleSchedule:
+    return SampleSchedule((f"p{i}/0" for i in range(num)), batch, steps, seed)
+
+
+@given(sizes)
+def test_every_epoch_holds_every_sample_once(size: tuple[int, int, int]) -> None:
+    num, batch, steps = size
+    plan = schedule(num, batch, steps)
+    stream = list(itertools.chain.from_iterable(plan.batch(s) for s in range(steps)))
+    assert len(stream) == batch * steps
+    for epoch, chunk in itertools.groupby(stream, key=lambda item: item[0]):
+        names = [name for _, name in chunk]
+        assert tuple(names) == plan.epoch_order(epoch)[: len(names)]
+        assert sorted(plan.epoch_order(epoch)) == sorted(f"p{i}/0" for i in range(num))
+    assert [epoch for epoch, _ in stream] == [i // num for i in range(len(stream))]
+
+
+@given(sizes, st.randoms(use_true_random=False))
+def test_batches_depend_on_nothing_but_the_arguments(
+    size: tuple[int, int, int], order: random.Random
+) -> None:
+    num, batch, steps = size
+    first = [schedule(num, batch, steps).batch(s) for s in range(steps)]
+    names = [f"p{i}/0" for i in range(num)]
+    order.shuffle(names)
+    asked = list(range(steps))
+    order.shuffle(asked)
+    again = SampleSchedule(names, batch, steps, 3)
+    assert {s: again.batch(s) for s in asked} == dict(enumerate(first))
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    plan = schedule(30, 4, 100)
+    assert plan.epoch_order(0) != plan.epoch_order(1)
+    assert plan.epoch_order(0) != schedule(30, 4, 100, seed=4).epoch_order(0)
+    assert [name for _, name in plan.batch(0)] == list(plan.epoch_order(0)[:4])
+
+
+def test_order_is_the_same_on_every_machine() -> None:
+    assert SampleSchedule("abcdef", 2, 1, 7).epoch_order(0) == tuple("abfdce")
+
+
+def test_one_sample_less_moves_no_other() -> None:
+    all_but_one = tuple(s for s in schedule(20, 4, 1).epoch_order(2) if s != "p19/0")
+    assert schedule(19, 4, 1).epoch_order(2) == all_but_one
+
+
+@given(sizes, st.integers(0, 14))
+def test_next_use_is_the_first_batch_with_the_sample(size: tuple[int, int, int], step: int) -> None:
+    num, batch, steps = size
+    plan = schedule(num, batch, steps)
+    for name in plan.epoch_order(0):
+        uses = [s for s in range(step, steps) if name in {n for _, n in plan.batch(s)}]
+        assert plan.next_use(name, step) == (uses[0] if uses else None)
+
+
+@given(st.integers(0, 13))
+def test_rank_shares_partition_the_batch(size: int) -> None:
+    batch = list(range(size))
+    for world in (1, 2, 3):
+        shares = [rank_share(batch, rank, world) for rank in range(world)]
+        assert sorted(itertools.chain.from_iterable(shares)) == batch
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert rank_share(batch, 1, 3) == batch[1::3]
+
+
+@pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])
+def test_ranks_that_do_not_exist(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        rank_share([1], rank, world)
+
+
+@pytest.mark.parametrize(
+    ("names", "batch", "steps", "needle"),
+    [
+        ([], 1, 1, "data.prompts"),
+        (["a", "b", "a"], 1, 1, "'a'"),
+        (["a"], 0, 1, "train.global_batch_size"),
+        (["a"], 1, 0, "train.steps"),
+    ],
+)
+def test_bad_arguments(names: list[str], batch: int, steps: int, needle: str) -> None:
+    with pytest.raises(ValueError, match=needle):
+        SampleSchedule(names, batch, steps, 0)
+
+
+def test_steps_and_samples_that_do_not_exist() -> None:
+    plan = schedule(3, 2, 4)
+    for step in (-1, 4):
+        with pytest.raises(ValueError, match=r"0 \.\.\. 3"):
+            plan.batch(step)
+    with pytest.raises(ValueError, match="'other'"):
+        plan.next_use("other", 0)
