@@ -78,4 +78,23 @@ class MetricWindow:
 
     @staticmethod
     def _means(sums: dict[str, torch.Tensor]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Numbers for the log from the window's sums."""
+
+        def ratio(top: str, bottom: str) -> float:
+            return float(sums[top]) / max(float(sums[bottom]), 1e-12)
+
+        counts = sums["valid_count"].clamp(min=1.0)
+        values: dict[str, Any] = {
+            "ce": ratio("ce_sum", "weight_sum"),
+            "l1": ratio("l1_sum", "weight_sum"),
+            "expected_accept_length": ratio("expected_accept_sum", "block_count"),
+            "num_blocks": float(sums["block_count"]),
+            "alpha": (sums["alpha_sum"] / counts).tolist(),
+            "top1": (sums["hit_sum"] / counts).tolist(),
+        }
+        if "confidence_sum" in sums:
+            values["confidence"] = ratio("confidence_sum", "decay_weight_sum")
+            values["confidence_error"] = float(sums["confidence_error_sum"]) / max(
+                float(sums["valid_count"].sum()), 1e-12
+            )
+        return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,17 @@ import torch.distributed as dist
 from dspark.checkpoint import save_draft
 from dspark.model import DSparkDraft
 from dspark.target import FrozenTarget
-from dspark.training import DraftWithLoss, TrainingSample, batch_denominators, collate
+from dspark.training import (
+    DraftWithLoss,
+    TrainingBatch,
+    TrainingSample,
+    batch_denominators,
+    collate,
+)
 from dspark.warm_start import init_from_target
 from splitserve.messages import (
     Batch,
+    BatchItem,
     CheckpointSaved,
     Metrics,
     NeedBatch,
@@ -88,7 +96,7 @@ class TrainerRank:
         target = FrozenTarget.load(spec.target_path, dtype=self._dtype, device=spec.device)
         torch.manual_seed(spec.seed)  # the same initial draft on every rank
         draft = DSparkDraft(spec.draft)
-        if spec.train.warm_start:
+        if spec.warm_start:
             init_from_target(draft, spec.target_path)
         self._draft = draft
         model = DraftWithLoss(draft, target.embedding, target.lm_head, spec.objective)
@@ -162,6 +170,8 @@ class TrainerRank:
             if self._step % spec.train.save_every == 0:
                 self._save()
                 saved_at = self._step
+        if self._step == spec.train.steps and self._step % (spec.eval_every or spec.train.steps + 1):
+            self._snapshot()
         if self._step > 0 and saved_at != self._step:
             self._save()
         self._channel.send(TrainerDone(spec.rank, self._step))
@@ -184,19 +194,10 @@ class TrainerRank:
     def _optimizer_step(self, batch: Batch) -> None:
         """One optimizer window: every micro-batch of this rank, then one update."""
         spec, train = self._spec, self._spec.train
+        size = train.micro_batch_size
         micro_batches = [
-            collate(
-                [self._sample(item) for item in batch.items[first : first + train.micro_batch_size]],
-                num_anchors=train.num_anchors,
-                draft=spec.draft,
-                seed=spec.seed,
-                epochs=[i.epoch for i in batch.items[first : first + train.micro_batch_size]],
-                pad_multiple=PAD_MULTIPLE,
-                dtype=self._dtype,
-            )
-            for first in range(
-                0, batch.num_micro_batches * train.micro_batch_size, train.micro_batch_size
-            )
+            self._collate(batch.items[first : first + size])
+            for first in range(0, batch.num_micro_batches * size, size)
         ]
         weights = torch.zeros(2, dtype=torch.float64)
         for micro_batch in micro_batches:
@@ -214,14 +215,27 @@ class TrainerRank:
             self._engine.backward(result.loss, scale_wrt_gas=False)
             self._engine.step()
         self._metrics.end_step(rate, self._engine.get_global_grad_norm())
-        self._metrics.require_finite(batch.step, self._last_checkpoint())
+        self._metrics.require_finite(batch.step, spec.checkpoints)
 
-    def _sample(self, item: Any) -> TrainingSample:
+    def _collate(self, items: Sequence[BatchItem]) -> TrainingBatch:
+        draft = self._spec.draft
+        return collate(
+            [self._sample(item) for item in items],
+            num_anchors=self._spec.train.num_anchors,
+            block_size=draft.block_size,
+            seed=self._spec.seed,
+            pad_multiple=PAD_MULTIPLE,
+            num_features=draft.num_context_features,
+            hidden_size=draft.hidden_size,
+            dtype=self._dtype,
+        )
+
+    def _sample(self, item: BatchItem) -> TrainingSample:
         states = self._ring.read(item.slot)
         token_ids = torch.tensor(item.token_ids)
         loss_mask = torch.arange(len(token_ids)) >= item.num_prompt_tokens
         return TrainingSample(
-            item.sample_id, token_ids, loss_mask, states.features, states.target_states
+            item.sample_id, item.epoch, token_ids, loss_mask, states.features, states.target_states
         )
 
     # --- what goes out ---------------------------------------------------------------------------
@@ -252,6 +266,3 @@ class TrainerRank:
         )
         if self._spec.rank == 0:
             self._channel.send(CheckpointSaved(self._step, str(folder)))
-
-    def _last_checkpoint(self) -> str:
-        return self._spec.checkpoints

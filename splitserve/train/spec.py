@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dspark.config import DraftConfig
 from dspark.objective import ObjectiveConfig
 from splitserve.settings import TrainSettings
-from splitserve.transport.ring import RingLayout
+from splitserve.transport.layout import RingLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class TrainerSpec:
     draft: DraftConfig
     objective: ObjectiveConfig
     train: TrainSettings
+    warm_start: bool
+    """Begin from the target's last layers."""
     seed: int
     eval_every: int
     """Steps between two snapshots for the evaluator; 0 only at start and end."""

@@ -1,0 +1,1 @@
+"""The DSpark algorithm: draft model, objectives, embedded speculative decoder, export format."""

@@ -1,0 +1,76 @@
+"""The two tensors of the target that the draft shares: embedding and lm_head, frozen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.word_embeddings.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "transformer.wte.weight",
+)
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+@dataclass(frozen=True)
+class FrozenTarget:
+    """What of the target enters the draft's forward pass and its loss."""
+
+    embedding: torch.Tensor
+    """[V, D]."""
+    lm_head: torch.Tensor
+    """[V, D]; the same tensor as `embedding` where the target ties them."""
+    config: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> FrozenTarget:
+        """Read both from a Hugging Face folder without loading the rest of the model.
+
+        Raises:
+            ValueError: no embedding under a known name, or no lm_head in a target that does not
+                tie it to the embedding.
+        """
+        path = Path(folder)
+        config = json.loads((path / "config.json").read_text())
+        embedding = read_tensor(path, EMBEDDING_NAMES)
+        if embedding is None:
+            raise ValueError(
+                f"target.path={str(path)!r} has no token embedding; allowed: one of "
+                f"{', '.join(EMBEDDING_NAMES)}; use a decoder language model"
+            )
+        embedding = embedding.to(device=device, dtype=dtype)
+        tied = config.get("tie_word_embeddings", False)
+        head = None if tied else read_tensor(path, LM_HEAD_NAMES)
+        if head is None and not tied:
+            raise ValueError(
+                f"target.path={str(path)!r} has no lm_head and does not tie it to the embedding; "
+                f"allowed: one of {', '.join(LM_HEAD_NAMES)}; complete the folder"
+            )
+        lm_head = embedding if head is None else head.to(device=device, dtype=dtype)
+        return cls(embedding, lm_head, config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.embedding.shape[0]
+
+
+def read_tensor(folder: Path, names: Iterable[str]) -> torch.Tensor | None:
+    """The first of these tensors that the folder's safetensors files hold; None if none is there."""
+    wanted = list(names)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            keys = set(tensors.keys())
+            for name in wanted:
+                if name in keys:
+                    return tensors.get_tensor(name)
+    return None
