@@ -1,0 +1,1 @@
+"""Measuring a draft: the evaluator process and the functions behind `splitserve eval`."""

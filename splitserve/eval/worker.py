@@ -1,0 +1,23 @@
+"""The evaluator process: measures the drafts that it is sent."""
+
+from __future__ import annotations
+
+from splitserve.eval.measure import Evaluator
+from splitserve.eval.spec import EvaluatorSpec
+from splitserve.messages import Evaluate, Evaluated, EvaluatorReady, Stop
+from splitserve.worker import Channel
+
+
+def run(channel: Channel, spec: EvaluatorSpec) -> None:
+    """Answer `Evaluate` with `Evaluated` until stopped."""
+    evaluator = Evaluator(spec)
+    channel.send(EvaluatorReady())
+    while True:
+        channel.state = "waiting for a draft"
+        message = channel.receive()
+        if isinstance(message, Stop):
+            return
+        if isinstance(message, Evaluate):
+            channel.state = f"measuring the draft of step {message.step}"
+            report = evaluator.measure(message.draft_path, message.step, full=message.full)
+            channel.send(Evaluated(message.step, report))
