@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from chat_tokenizer import TokenizerMaker, build_tokenizer
 from transformers import PreTrainedTokenizerFast
-
-from tests.splitserve.data.chat_tokenizer import TokenizerMaker, build_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from chat_tokenizer import CHATML, SPECIAL, TokenizerMaker
 from transformers import PreTrainedTokenizerFast
 
 from splitserve.data.mask_token import choose_mask_token
-from tests.splitserve.data.chat_tokenizer import CHATML, SPECIAL, TokenizerMaker
 
 PAD, START, END, UNUSED_A, UNUSED_B = range(5)
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from chat_tokenizer import CHATML, TokenizerMaker
 from transformers import PreTrainedTokenizerFast
 
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.data.render import ChatRenderer
-from tests.splitserve.data.chat_tokenizer import CHATML, TokenizerMaker
 
 HEADER = "<|im_start|>assistant\n"
 
