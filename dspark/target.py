@@ -18,6 +18,7 @@ EMBEDDING_NAMES = (
     "language_model.model.embed_tokens.weight",
     "transformer.wte.weight",
 )
+FINAL_NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight")
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -30,6 +31,9 @@ class FrozenTarget:
     lm_head: torch.Tensor
     """[V, D]; the same tensor as `embedding` where the target ties them."""
     config: dict[str, Any]
+    final_norm: torch.Tensor | None = None
+    """[D], the weight of the norm that the target states have passed; None under an unknown
+    name."""
 
     @classmethod
     def load(cls, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> FrozenTarget:
@@ -56,7 +60,9 @@ class FrozenTarget:
                 f"allowed: one of {', '.join(LM_HEAD_NAMES)}; complete the folder"
             )
         lm_head = embedding if head is None else head.to(device=device, dtype=dtype)
-        return cls(embedding, lm_head, config)
+        norm = read_tensor(path, FINAL_NORM_NAMES)
+        norm = None if norm is None else norm.to(device=device, dtype=dtype)
+        return cls(embedding, lm_head, config, norm)
 
     @property
     def vocab_size(self) -> int:

@@ -17,7 +17,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from splitserve.errors import UserError, suggest
@@ -124,7 +124,7 @@ def compose_resumed(stored: Path, arguments: Sequence[str]) -> RunSettings:
             "a resumed run keeps the groups that it began with",
         )
     try:
-        base = OmegaConf.merge(OmegaConf.structured(RunSettings), OmegaConf.load(stored))
+        base = OmegaConf.merge(schema(), OmegaConf.load(stored))
         before = _to_object(base)
         after = _to_object(OmegaConf.merge(base, OmegaConf.from_dotlist(overrides)))
     except (OmegaConfBaseException, OSError) as error:
@@ -173,10 +173,32 @@ def _to_object(config: Any) -> RunSettings:
 
 
 def _register(recipe_folder: Path) -> None:
-    ConfigStore.instance().store(SCHEMA_NAME, RunSettings)
+    ConfigStore.instance().store(SCHEMA_NAME, schema())
     OmegaConf.register_new_resolver(
         "beside_recipe", lambda name: str(recipe_folder / name), replace=True
     )
+
+
+def schema() -> DictConfig:
+    """The typed tree that recipes fill.
+
+    OmegaConf marks frozen dataclasses read-only; the tree must take values until it is turned
+    into objects, which are frozen then.
+    """
+    tree = OmegaConf.structured(RunSettings)
+    assert isinstance(tree, DictConfig), type(tree)
+    _thaw(tree)
+    return tree
+
+
+def _thaw(node: Any) -> None:
+    if not isinstance(node, DictConfig | ListConfig):
+        return
+    node._set_flag("readonly", None)
+    content = node._content
+    if isinstance(content, dict | list):
+        for child in content.values() if isinstance(content, dict) else content:
+            _thaw(child)
 
 
 def _quote(text: str) -> str:

@@ -112,7 +112,14 @@ class TrainerRank:
     def _init_distributed(self) -> None:
         spec = self._spec
         self._channel.state = "waiting for the other trainer ranks"
-        os.environ["DS_ACCELERATOR"] = "cpu" if spec.device == "cpu" else "cuda"
+        os.environ.update(
+            DS_ACCELERATOR="cpu" if spec.device == "cpu" else "cuda",
+            RANK=str(spec.rank),
+            LOCAL_RANK=str(spec.rank),
+            WORLD_SIZE=str(spec.world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(spec.master_port),
+        )
         import deepspeed
 
         # DeepSpeed would compile a shared-memory all-reduce at start-up, which takes half a

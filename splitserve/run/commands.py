@@ -1,0 +1,222 @@
+"""`splitserve eval` and `splitserve export`: on a run folder, or on a draft folder of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from dspark.checkpoint import read_config, verify_export
+from serving.launch import launch_command
+from splitserve.compose import compose_resumed
+from splitserve.data.prompts import read_prompts
+from splitserve.data.render import ChatRenderer
+from splitserve.errors import RunFailed, UserError, suggest
+from splitserve.eval.measure import Evaluator, lossless_differences
+from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
+from splitserve.run.folder import RunFolder, newest_run
+from splitserve.run.main import export_draft
+from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
+from splitserve.run.summary import accept_table, settings_line
+from splitserve.target.prepare import read_target
+from splitserve.train.checkpoint import list_checkpoints, read_meta
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What `splitserve eval` takes."""
+
+    run: str = ""
+    """Run folder; empty takes the newest below runs/."""
+    draft: str = ""
+    """Draft folder; empty takes the run's export."""
+    target: str = ""
+    """With `draft` and without `run`: the target's HF folder."""
+    prompts: str = ""
+    """With `draft` and without `run`: JSON-lines file of prompts."""
+    temperature: float = 0.0
+    num_prompts: int = 0
+    """0 uses all."""
+    max_new_tokens: int = 0
+    """0 takes the run's, or 64."""
+    lossless: bool = False
+    """Compare greedy output with the draft and without it instead of measuring."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `splitserve export` takes."""
+
+    run: str = ""
+    """Run folder; empty takes the newest below runs/."""
+    checkpoint: str = "best"
+    """best, last, or the number of a step that has a checkpoint."""
+    out: str = ""
+    """Folder to write; empty is export/ in the run folder."""
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Measure a draft's accept length, or check that it changes no greedy output.
+
+    Raises:
+        UserError: unknown or ill-typed option, or nothing to measure.
+        RunFailed: with lossless=true, an output differs.
+    """
+    options = _parse(EvalOptions, arguments)
+    console = Console()
+    if options.temperature < 0.0:
+        raise UserError("temperature", options.temperature, "0 or more", "0 is greedy")
+    spec, draft = _eval_spec(options)
+    if options.num_prompts:
+        spec = replace(spec, prompts=spec.prompts[: options.num_prompts])
+    if options.lossless:
+        differences = lossless_differences(spec, draft, spec.prompts)
+        for item in differences:
+            console.print(
+                f"{item.prompt_id}: token {item.place} is {item.with_draft} with the draft, "
+                f"{item.without_draft} without"
+            )
+        if differences:
+            raise RunFailed(f"{len(differences)} of {len(spec.prompts)} greedy outputs differ")
+        console.print(f"lossless: {len(spec.prompts)} greedy outputs are equal, token by token")
+        return 0
+    report = Evaluator(spec).measure(draft, -1, full=False)["reports"][0]
+    report["settings"]["draft_step"] = draft
+    console.print(accept_table(None, report))
+    console.print(settings_line(report), soft_wrap=True)
+    return 0
+
+
+def _eval_spec(options: EvalOptions) -> tuple[EvaluatorSpec, str]:
+    if options.draft and not options.run:
+        return _spec_of_folders(options), options.draft
+    folder = RunFolder(_run_path(options.run))
+    settings = compose_resumed(folder.config, [])
+    spec = evaluator_spec(settings, make_plan(replace(settings, resume=True)))
+    return (
+        replace(
+            spec,
+            temperatures=(options.temperature,),
+            max_new_tokens=options.max_new_tokens or spec.max_new_tokens,
+        ),
+        options.draft or str(_existing(folder.export)),
+    )
+
+
+def _spec_of_folders(options: EvalOptions) -> EvaluatorSpec:
+    for name in ("target", "prompts"):
+        if not getattr(options, name):
+            raise UserError(name, "", "a path, with draft=FOLDER", f"add {name}=PATH or run=FOLDER")
+    target = read_target(options.target)
+    renderer = ChatRenderer(load_tokenizer(target.path))
+    prompts = tuple(
+        EvalPrompt(p.id, p.domain, renderer.prompt_ids(p.messages))
+        for p in read_prompts(options.prompts)
+    )
+    return EvaluatorSpec(
+        target_path=target.path,
+        dtype="bfloat16",
+        prompts=prompts,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=options.max_new_tokens or 64,
+        batch_size=32,
+        temperatures=(options.temperature,),
+        final_temperatures=(),
+        seed=0,
+        num_threads=2,
+    )
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write a draft of a run as the folder that SGLang loads, verified.
+
+    Raises:
+        UserError: unknown option, run or checkpoint.
+    """
+    options = _parse(ExportOptions, arguments)
+    folder = RunFolder(_run_path(options.run))
+    source = _checkpoint_draft(folder, options.checkpoint)
+    out = Path(options.out) if options.out else folder.export
+    if source.resolve() != out.resolve():
+        export_draft(source, out)
+    config = verify_export(out)
+    console = Console()
+    console.print(f"export: {out}", soft_wrap=True)
+    if config.markov_rank == 0:
+        console.print("markov_rank=0 is plain DFlash: SGLang's DSPARK does not serve this draft")
+        return 0
+    target = compose_resumed(folder.config, []).target
+    path = target.path or "TARGET_FOLDER"
+    console.print(f"  {' '.join(launch_command(str(out), path))}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _checkpoint_draft(folder: RunFolder, name: str) -> Path:
+    checkpoints = {int(read_meta(p)["step"]): p for p in list_checkpoints(folder.checkpoints)}
+    if name == "best":
+        evals = folder.read_evals()
+        kept = [p for p in folder.snapshots.glob("step_*") if p.is_dir()]
+        if not evals or not kept:
+            raise UserError("checkpoint", name, "a run with a measured draft", "use checkpoint=last")
+        return max(kept, key=lambda p: _accept_length(evals, p))
+    if name == "last" and checkpoints:
+        return checkpoints[max(checkpoints)] / "draft"
+    if name.isdigit() and int(name) in checkpoints:
+        return checkpoints[int(name)] / "draft"
+    have = ", ".join(map(str, sorted(checkpoints))) or "none yet"
+    raise UserError(
+        "checkpoint", name, f"best, last or a step with a checkpoint ({have})", "choose one"
+    )
+
+
+def _accept_length(evals: list[dict[str, Any]], snapshot: Path) -> float:
+    step = int(snapshot.name.removeprefix("step_"))
+    found = [
+        e["report"]["reports"][0]["domains"]["all"]["accept_length"]
+        for e in evals
+        if e["step"] == step
+    ]
+    return max(found, default=0.0)
+
+
+def _run_path(run: str) -> Path:
+    if not run:
+        runs = [newest_run(p) for p in Path("runs").glob("*") if any(p.glob("*/config.yaml"))]
+        if not runs:
+            raise UserError("run", "", "a run folder", "there is none below runs/; name one")
+        return max(runs, key=lambda p: (p / "config.yaml").stat().st_mtime)
+    path = Path(run)
+    if not (path / "config.yaml").is_file():
+        raise UserError("run", run, "the folder of a run, with config.yaml in it", "check the path")
+    return path
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_dir():
+        raise UserError(
+            "draft", str(path), "an exported draft", "run splitserve export first, or name draft="
+        )
+    read_config(path)
+    return path
+
+
+def _parse(cls: type[T], arguments: Sequence[str]) -> T:
+    """`key=value` arguments into an options dataclass, typed by its fields."""
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in known:
+            raise UserError(key, value, "an option of this command", suggest(key, known))
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.from_dotlist([*arguments]))
+        return cast(T, OmegaConf.to_object(merged))
+    except Exception as error:
+        raise UserError(
+            "option", " ".join(arguments), "values of the right type", str(error).splitlines()[0]
+        ) from error
