@@ -20,6 +20,7 @@ FILTERED = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torc
 RID_PREFIX = "splitserve-generate"
 
 _MASK = (1 << 64) - 1
+_BLOCK = 256
 _seeds: list[int | None] = []
 
 
@@ -87,10 +88,21 @@ def draw(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
     The rows need not sum to 1. An entry of probability 0 is never chosen.
     """
-    sums = probs.double().cumsum(-1)
+    num_rows, vocab_size = probs.shape
+    # Whole blocks are summed first, so that only one block per row needs a running sum.
+    num_blocks = -(-vocab_size // _BLOCK)
+    if missing := num_blocks * _BLOCK - vocab_size:
+        probs = torch.nn.functional.pad(probs, (0, missing))
+    blocks = probs.view(num_rows, num_blocks, _BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     wanted = numbers[:, None] * sums[:, -1:]
-    places = torch.searchsorted(sums, wanted, right=True)[:, 0]
-    return places.clamp_(max=probs.shape[1] - 1)
+    block = torch.searchsorted(sums, wanted, right=True).clamp_(max=num_blocks - 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inner = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
+    # The two sums of a block may differ in their last bits; the last entry with mass is then meant.
+    last = inner.argmax(-1, keepdim=True)
+    place = torch.minimum(torch.searchsorted(inner, wanted - before, right=True), last)
+    return (block * _BLOCK + place)[:, 0]
 
 
 def uniforms(num_rows: int, positions: torch.Tensor | None) -> torch.Tensor:

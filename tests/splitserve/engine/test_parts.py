@@ -182,6 +182,15 @@ def test_drawn_tokens_have_the_distribution() -> None:
     torch.testing.assert_close(share, probs, rtol=0, atol=0.015)
 
 
+def test_draw_equals_one_running_sum_over_the_vocabulary() -> None:
+    torch.manual_seed(3)
+    probs = torch.rand(400, 1000).pow(20)
+    numbers = torch.rand(400, dtype=torch.float64)
+    sums = probs.double().cumsum(-1)
+    expected = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)[:, 0]
+    assert torch.equal(cpu_sampling.draw(probs, numbers), expected)
+
+
 def test_draw_at_the_edges_never_takes_an_impossible_token() -> None:
     probs = torch.tensor([[0.0, 0.4, 0.0, 0.6, 0.0]])
     for number, token in ((0.0, 1), (0.3999, 1), (0.4001, 3), (1 - 2**-52, 3)):
