@@ -38,9 +38,7 @@ def expected_tensors(config: DraftConfig) -> dict[str, tuple[tuple[int, ...], to
     }
 
 
-def save_draft(
-    folder: str | Path, config: DraftConfig, state: Mapping[str, torch.Tensor]
-) -> None:
+def save_draft(folder: str | Path, config: DraftConfig, state: Mapping[str, torch.Tensor]) -> None:
     """Write config.json and the weights; the folder appears whole or not at all.
 
     Args:

@@ -104,7 +104,9 @@ class ObjectiveResult:
     metrics: dict[str, torch.Tensor]
 
 
-def decay_weights(block_size: int, decay: float, device: torch.device | None = None) -> torch.Tensor:
+def decay_weights(
+    block_size: int, decay: float, device: torch.device | None = None
+) -> torch.Tensor:
     """exp(-k/decay) for k = 0 ... G-1, float32 [G]."""
     return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / decay)
 
@@ -129,7 +131,10 @@ def objective_denominators(
 
 
 def position_weights(
-    config: ObjectiveConfig, alpha_MG: torch.Tensor, label_q_MG: torch.Tensor, valid_MG: torch.Tensor
+    config: ObjectiveConfig,
+    alpha_MG: torch.Tensor,
+    label_q_MG: torch.Tensor,
+    valid_MG: torch.Tensor,
 ) -> torch.Tensor:
     """Weight of every row, float32 [blocks, G], 0 where not valid; detached from the draft."""
     decayed = decay_weights(valid_MG.shape[1], config.decay, valid_MG.device) * valid_MG
@@ -375,8 +380,7 @@ def fused_objective(
     for name, frozen in (("lm_head_VD", lm_head_VD), ("target_states_UD", target_states_UD)):
         if frozen.requires_grad:
             raise ValueError(
-                f"fused_objective: {name} asks for a gradient, but the target is frozen; "
-                "detach it"
+                f"fused_objective: {name} asks for a gradient, but the target is frozen; detach it"
             )
     loss, stats = _FusedLinearObjective.apply(
         hidden_ND,

@@ -163,7 +163,9 @@ def _checkpoint_draft(folder: RunFolder, name: str) -> Path:
         evals = folder.read_evals()
         kept = [p for p in folder.snapshots.glob("step_*") if p.is_dir()]
         if not evals or not kept:
-            raise UserError("checkpoint", name, "a run with a measured draft", "use checkpoint=last")
+            raise UserError(
+                "checkpoint", name, "a run with a measured draft", "use checkpoint=last"
+            )
         return max(kept, key=lambda p: _accept_length(evals, p))
     if name == "last" and checkpoints:
         return checkpoints[max(checkpoints)] / "draft"

@@ -38,7 +38,7 @@ from splitserve.messages import (
 )
 from splitserve.run.display import Display
 from splitserve.run.evaluations import Evaluations, accept_length_of
-from splitserve.run.feeder import Feeder, State
+from splitserve.run.feeder import Feeder
 from splitserve.run.folder import RunFolder
 from splitserve.run.process import ChildProcess, stop_all
 from splitserve.run.progress import Progress
@@ -112,6 +112,8 @@ class Coordinator:
         self._signals = 0
         self._final_asked = False
         self._outcome: Outcome | None = None
+        self._failure = ""
+        """Why the run has to end, while the trainers still save."""
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class Coordinator:
             engine_up=self._engine_ready and not self._engine_released,
         )
         if self._signals and self._stop_at is None:
-            self._stop_at = time.monotonic() + STOP_SECONDS
+            self._begin_to_stop()
             self._display.note("stopping: the trainers finish their step and save (again: at once)")
         self._watch()
         self._serve()
@@ -159,6 +161,10 @@ class Coordinator:
         self._evaluate()
         self._display.show(self._progress, self._feeder, self._evaluations.best)
         self._end_if_done()
+
+    def _begin_to_stop(self) -> None:
+        """From here on trainers get no batch: they save and end."""
+        self._stop_at = time.monotonic() + STOP_SECONDS
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -290,15 +296,17 @@ class Coordinator:
         if self._stop_at is None or self._outcome is not None:
             return
         saved = len(self._done) == len(self._trainers)
-        if saved or time.monotonic() > self._stop_at:
-            last = self._folder.last_checkpoint()
-            step = max(self._done.values(), default=0)
-            self._outcome = Outcome(
-                False,
-                step,
-                checkpoint=str(last or ""),
-                seconds=self._progress.seconds(),
-            )
+        if not saved and time.monotonic() < self._stop_at:
+            return
+        last = self._folder.last_checkpoint()
+        if self._failure:
+            raise RunFailed(self._failure + self._remedy())
+        self._outcome = Outcome(
+            False,
+            max(self._done.values(), default=0),
+            checkpoint=str(last or ""),
+            seconds=self._progress.seconds(),
+        )
 
     # --- supervision -----------------------------------------------------------------------------
 
@@ -341,6 +349,7 @@ class Coordinator:
         self._restarts[child.role] += 1
         if self._restarts[child.role] > self._options.max_restarts:
             self._fail(child, f"{problem}, after {self._options.max_restarts} restarts")
+            return
         self._log("restart", self._progress.step, {"role": child.role, "problem": problem})
         self._display.note(f"{problem}; starting it again")
         if child.role == "engine":
@@ -355,25 +364,30 @@ class Coordinator:
             self._evaluator = self._start_evaluator()
 
     def _fail(self, child: ChildProcess, problem: str) -> None:
-        last = self._folder.last_checkpoint()
-        remedy = (
-            f"go on from {last} with resume=true run_dir={self._folder.path}"
-            if last
-            else f"no checkpoint was written yet; answers so far are kept in {self._folder.path}"
-        )
+        """End the run over a worker that cannot be replaced.
+
+        The trainers, if they are not what failed, get the time to save what they have.
+        """
         tail = "" if child.fatal else child.log_tail()
-        raise RunFailed(
-            problem + "\n" + (f"{tail}\n" if tail else "") + f"log: {child.log_path}\n{remedy}"
-        )
+        reason = problem + "\n" + (f"{tail}\n" if tail else "") + f"log: {child.log_path}\n"
+        if child.role == "trainer":
+            raise RunFailed(reason + self._remedy())
+        child.close()
+        child.finished = True
+        if not self._failure:
+            self._failure = reason
+            self._display.note(f"{problem}: the trainers save before the run ends")
+            self._begin_to_stop()
+
+    def _remedy(self) -> str:
+        last = self._folder.last_checkpoint()
+        if last is None:
+            return f"no checkpoint was written yet; answers so far are kept in {self._folder.path}"
+        return f"go on from {last} with resume=true run_dir={self._folder.path}"
 
 
 def _short(info: dict[str, object]) -> str:
     return ", ".join(f"{k} {v}" for k, v in info.items() if isinstance(v, int | float | str))
-
-
-def missing_samples(feeder: Feeder) -> int:
-    """Samples that are neither in the ring nor dropped."""
-    return len(feeder.entries) - feeder.count(State.READY, State.DROPPED)
 
 
 def log_path(folder: RunFolder, name: str) -> Path:

@@ -310,9 +310,7 @@ class Feeder:
             for step in range(self._next_step, self._horizon())
             for _, s in self.schedule.batch(step)
         }
-        return any(
-            self.entries[s].state not in (State.READY, State.DROPPED) for s in remaining
-        )
+        return any(self.entries[s].state not in (State.READY, State.DROPPED) for s in remaining)
 
     def count(self, *states: State) -> int:
         """How many samples are in one of those states."""

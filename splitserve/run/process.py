@@ -107,7 +107,9 @@ class ChildProcess:
         self._outbox.put(None)
 
     def close(self) -> None:
+        """Kill what still runs and let go of the socket."""
         self.kill()
+        self.closed = True
         with contextlib.suppress(OSError):
             self.connection.close()
 

@@ -177,7 +177,9 @@ class TrainerRank:
             if self._step % spec.train.save_every == 0:
                 self._save()
                 saved_at = self._step
-        if self._step == spec.train.steps and self._step % (spec.eval_every or spec.train.steps + 1):
+        if self._step == spec.train.steps and self._step % (
+            spec.eval_every or spec.train.steps + 1
+        ):
             self._snapshot()
         if self._step > 0 and saved_at != self._step:
             self._save()

@@ -1,0 +1,235 @@
+"""The flow of samples: priorities, back-pressure, retries, and the same batches at any rank count."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from splitserve.data.schedule import SampleSchedule
+from splitserve.messages import Generate, Generated, Rejected, Sampling, Taught, Teach
+from splitserve.run.feeder import MAX_ATTEMPTS, Entry, Feeder, State
+from splitserve.transport.layout import RingLayout
+from splitserve.transport.ring import RingOwner
+
+LAYOUT = RingLayout(num_context_features=8, hidden_size=4, dtype="bfloat16")
+PROMPT = (1, 2, 3)
+
+
+def accept(entry: Entry, output_ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    if len(output_ids) < 2:
+        return (), "too_short"
+    return (*entry.prompt_ids, *output_ids), ""
+
+
+@pytest.fixture
+def rings() -> Iterator[list[RingOwner]]:
+    made: list[RingOwner] = []
+    yield made
+    for ring in made:
+        ring.close()
+
+
+def make_feeder(
+    rings: list[RingOwner],
+    *,
+    num_samples: int = 12,
+    num_steps: int = 9,
+    batch: int = 4,
+    slots: int = 100,
+    ranks: int = 2,
+    in_flight: int = 3,
+    first_step: int = 0,
+) -> Feeder:
+    ring = RingOwner.create(slots * LAYOUT.slot_bytes(len(PROMPT) + 4), LAYOUT)
+    rings.append(ring)
+    names = [f"p{i}/0" for i in range(num_samples)]
+    return Feeder(
+        [Entry(name, "math", PROMPT, Sampling()) for name in names],
+        SampleSchedule(names, batch, num_steps, seed=5),
+        ring,
+        num_ranks=ranks,
+        micro_batch_size=1,
+        max_in_flight=in_flight,
+        accept=accept,
+        first_step=first_step,
+    )
+
+
+class FakeEngine:
+    """Answers whatever it holds in random order; can lose or spoil requests."""
+
+    def __init__(self, feeder: Feeder, seed: int = 0) -> None:
+        self.feeder, self.rng = feeder, random.Random(seed)
+        self.held: list[Generate | Teach] = []
+        self.output: dict[str, tuple[int, ...]] = {}
+        self.num_generated: dict[str, int] = {}
+        self.spoiled: set[str] = set()
+
+    def turn(self) -> None:
+        self.held += self.feeder.requests()
+        if not self.held:
+            return
+        request = self.held.pop(self.rng.randrange(len(self.held)))
+        if isinstance(request, Generate):
+            name = request.request_id
+            self.num_generated[name] = self.num_generated.get(name, 0) + 1
+            self.feeder.generated(Generated(name, self.output.get(name, (7, 8, 9, 10)), "stop"))
+        elif request.sample_id in self.spoiled:
+            self.feeder.rejected(Rejected(request.sample_id, request.slot, "nonfinite"))
+        else:
+            self.feeder.taught(Taught(request.sample_id, request.slot))
+
+
+def drain(feeder: Feeder, engine: FakeEngine, ranks: int) -> list[list[list[tuple[int, str]]]]:
+    """Train every step; what each rank was given, by step."""
+    given = []
+    for step in range(feeder.schedule.num_steps):
+        shares: list[list[tuple[int, str]]] = []
+        for rank in range(ranks):
+            for _ in range(2000):
+                batch = feeder.batch(rank, step)
+                if batch is not None:
+                    break
+                engine.turn()
+            assert batch is not None, f"step {step} never became complete"
+            shares.append([(item.epoch, item.sample_id) for item in batch.items])
+        for rank in range(ranks):
+            feeder.step_done(rank, step)
+        given.append(shares)
+    return given
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("slots", [9, 100])
+def test_batches_do_not_depend_on_ranks_arrival_or_ring(
+    rings: list[RingOwner], ranks: int, slots: int
+) -> None:
+    """Also with a ring that holds only two batches, where samples are taught again."""
+    feeder = make_feeder(rings, ranks=ranks, slots=slots)
+    given = drain(feeder, FakeEngine(feeder, seed=ranks), ranks)
+    wanted = [sorted(feeder.schedule.batch(step)) for step in range(feeder.schedule.num_steps)]
+    assert [sorted(item for share in shares for item in share) for shares in given] == wanted
+
+
+def test_every_answer_is_paid_for_once_and_every_slot_comes_back(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, slots=9)
+    engine = FakeEngine(feeder)
+    drain(feeder, engine, 2)
+    assert set(engine.num_generated.values()) == {1}
+    assert feeder.counters.evicted > 0
+    held = sum(e.slot.num_bytes for e in feeder.entries.values() if e.slot is not None)
+    assert feeder.ring.used_bytes == held
+    assert all(entry.leases == 0 for entry in feeder.entries.values())
+
+
+def test_leased_slots_are_never_evicted(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, slots=9)
+    engine = FakeEngine(feeder)
+    while (batch := feeder.batch(0, 0)) is None:
+        engine.turn()
+    for _ in range(200):
+        engine.turn()
+    for item in batch.items:
+        entry = feeder.entries[item.sample_id]
+        assert entry.state is State.READY and entry.slot == item.slot
+
+
+def test_no_more_in_flight_than_allowed_and_teaching_comes_first(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, in_flight=3)
+    first = feeder.requests()
+    assert len(first) == 3 and all(isinstance(r, Generate) for r in first)
+    assert feeder.requests() == []
+    assert isinstance(first[0], Generate)
+    feeder.generated(Generated(first[0].request_id, (7, 8, 9), "stop"))
+    (second,) = feeder.requests()
+    assert isinstance(second, Teach) and second.sample_id == first[0].request_id
+
+
+def test_a_useless_answer_is_dropped_under_its_reason_and_batches_shrink(
+    rings: list[RingOwner],
+) -> None:
+    feeder = make_feeder(rings)
+    engine = FakeEngine(feeder)
+    engine.output["p3/0"] = (7,)
+    given = drain(feeder, engine, 2)
+    assert dict(feeder.counters.dropped) == {"too_short": 1}
+    names = {name for shares in given for share in shares for _, name in share}
+    assert names == set(feeder.entries) - {"p3/0"}
+
+
+def test_rejected_requests_are_tried_again_then_dropped(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, num_samples=4, batch=2)
+    engine = FakeEngine(feeder)
+    bad = feeder.schedule.batch(0)[0][1]
+    engine.spoiled.add(bad)
+    for _ in range(100):
+        engine.turn()
+    assert feeder.entries[bad].state is State.DROPPED
+    assert dict(feeder.counters.dropped) == {"nonfinite": 1}
+    assert feeder.counters.retried == MAX_ATTEMPTS - 1
+    assert feeder.batch(0, 0) is not None
+
+
+def test_an_engine_that_dies_loses_nothing(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, in_flight=6)
+    engine = FakeEngine(feeder)
+    for _ in range(9):
+        engine.turn()
+    lost = len(engine.held)
+    assert lost > 0
+    engine.held.clear()
+    feeder.engine_lost()
+    assert feeder.in_flight == 0
+    drain(feeder, engine, 2)
+    assert not feeder.counters.dropped
+
+
+def test_stored_answers_are_not_asked_for_again(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings)
+    for entry in feeder.entries.values():
+        feeder.answer(entry, (7, 8, 9))
+    engine = FakeEngine(feeder)
+    drain(feeder, engine, 2)
+    assert engine.num_generated == {}
+
+
+def test_a_resumed_run_begins_with_the_same_batch(rings: list[RingOwner]) -> None:
+    whole = make_feeder(rings)
+    resumed = make_feeder(rings, first_step=4)
+    engine = FakeEngine(resumed)
+    while (batch := resumed.batch(0, 4)) is None:
+        engine.turn()
+    wanted = whole.schedule.batch(4)[0::2]
+    assert tuple((item.epoch, item.sample_id) for item in batch.items) == wanted
+
+
+def test_the_engine_is_let_go_once_everything_is_in_the_ring(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings)
+    engine = FakeEngine(feeder)
+    assert feeder.engine_is_needed()
+    for _ in range(200):
+        engine.turn()
+    assert feeder.count(State.READY) == len(feeder.entries)
+    assert not feeder.engine_is_needed()
+
+
+def test_the_engine_is_kept_while_the_ring_cannot_hold_everything(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, slots=9)
+    engine = FakeEngine(feeder)
+    for _ in range(200):
+        engine.turn()
+    assert feeder.engine_is_needed()
+
+
+def test_micro_batches_are_as_many_on_every_rank(rings: list[RingOwner]) -> None:
+    feeder = make_feeder(rings, ranks=3, batch=4)
+    engine = FakeEngine(feeder)
+    batches = []
+    for rank in range(3):
+        while (batch := feeder.batch(rank, 0)) is None:
+            engine.turn()
+        batches.append(batch)
+    assert [len(b.items) for b in batches] == [2, 1, 1]
+    assert {b.num_micro_batches for b in batches} == {2}
