@@ -14,6 +14,10 @@ class UserError(ValueError):
         self.field, self.value, self.allowed, self.remedy = field, value, allowed, remedy
 
 
+class WorkerError(RuntimeError):
+    """A worker cannot go on, for a reason that the user is to read as it is."""
+
+
 class RunFailed(RuntimeError):
     """A run that had to end; the message says why, where the log is and how to go on."""
 

@@ -228,15 +228,15 @@ class EngineSettings:
 
     kind: str = "sglang"
     """sglang, or transformers for tests and tiny targets."""
-    chunked_prefill_size: int = 1024
+    chunked_prefill_size: int = 512
     """Tokens of one forward pass of a prefill."""
-    max_running_requests: int = 32
+    max_running_requests: int = 64
     """Requests in one decode step."""
-    max_in_flight: int = 48
+    max_in_flight: int = 96
     """Requests handed to the engine at once."""
     port: int = 0
     """SGLang's port; 0 picks a free one."""
-    num_threads: int = 2
+    num_threads: int = 1
     """CPU threads per engine rank."""
     selfcheck_tolerance: float = 0.0
     """Largest mean difference of log-probabilities in the self-check, nats; 0 goes by dtype."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from splitserve.errors import WorkerError
 from splitserve.messages import Fatal, Heartbeat, Start
 
 PR_SET_PDEATHSIG = 1
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
     channel.start_heartbeats()
     try:
         _role(role_name)(channel, start.spec)
-    except ValueError as error:
+    except (ValueError, WorkerError) as error:
         traceback.print_exc()
         channel.send(Fatal(str(error)))
         return 1

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from splitserve.errors import WorkerError
 from splitserve.messages import Generate, Generated, Rejected, Taught, Teach
 from splitserve.transport.layout import RingLayout
 
 Result = Generated | Taught | Rejected
 
 
-class EngineError(RuntimeError):
+class EngineError(WorkerError):
     """The engine cannot go on; the message is for the user."""
 
 

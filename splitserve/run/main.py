@@ -25,9 +25,9 @@ from splitserve.run.plan import Plan, evaluator_spec, make_plan
 from splitserve.run.process import ChildProcess, free_port
 from splitserve.run.summary import print_summary
 from splitserve.settings import RunSettings
+from splitserve.trackers import make_tracker
 from splitserve.train.checkpoint import read_meta
 from splitserve.train.spec import TrainerSpec
-from splitserve.trackers import make_tracker
 from splitserve.transport.ring import RingOwner
 
 
@@ -162,7 +162,9 @@ class _Workers:
             dtype=settings.target.dtype,
             device=settings.layout.device,
             eos_token_ids=plan.target.eos_token_ids,
-            context_length=plan.max_tokens + 8,
+            # Longer than a chunk, so that the self-check covers a prefill in two of them.
+            context_length=max(plan.max_tokens, engine.chunked_prefill_size) + 64,
+            kv_cache_tokens=engine.max_running_requests * (plan.max_tokens + 64),
             chunked_prefill_size=engine.chunked_prefill_size,
             max_running_requests=engine.max_running_requests,
             num_threads=engine.num_threads,

@@ -8,7 +8,7 @@ from typing import Any
 
 from dspark.config import DraftConfig
 from splitserve.data.mask_token import choose_mask_token
-from splitserve.data.prompts import Prompt, read_prompts
+from splitserve.data.prompts import read_prompts
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
 from splitserve.data.samples import make_sample, sample_id_of

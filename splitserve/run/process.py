@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.messages import Heartbeat, Start, Stop
+from splitserve.run.shared_memory import SharedMemoryGuard
+
+NOTE_SECONDS = 2.0
 
 
 class ChildProcess:
@@ -43,6 +46,8 @@ class ChildProcess:
                 start_new_session=True,
             )
         theirs.close()
+        self._memory = SharedMemoryGuard(self._process.pid)
+        self._noted = 0.0
         self.connection = Connection(ours.detach())
         self.last_seen = time.monotonic()
         self.state = "starting"
@@ -70,7 +75,7 @@ class ChildProcess:
                 self.connection.send(message)
 
     def receive(self) -> list[Any]:
-        """Everything that has arrived, heartbeats taken out. Sets `closed` at the end of the stream."""
+        """Everything that has arrived, without heartbeats; sets `closed` at the stream's end."""
         messages: list[Any] = []
         try:
             while self.connection.poll():
@@ -98,12 +103,20 @@ class ChildProcess:
             return "\n".join(line[:300] for line in lines[-num_lines:])
         return ""
 
+    def note_memory(self) -> None:
+        """Every few seconds, remember the named shared memory that the worker would leave."""
+        if time.monotonic() - self._noted > NOTE_SECONDS and self.exit_code() is None:
+            self._noted = time.monotonic()
+            self._memory.note()
+
     def kill(self) -> None:
         """End the worker and all that it has started, now."""
+        self._memory.note()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
+        self._memory.remove()
         self._outbox.put(None)
 
     def close(self) -> None:
