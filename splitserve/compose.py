@@ -16,10 +16,12 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from splitserve import settings as settings_module
 from splitserve.errors import UserError, suggest
 from splitserve.settings import RunSettings
 
@@ -103,7 +105,7 @@ def compose(arguments: Sequence[str]) -> RunSettings:
                 name, [search, *overrides, f"recipe={_quote(recipe_label(recipe))}"]
             )
             return _to_object(config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explain(error, overrides) from error
 
 
@@ -127,7 +129,7 @@ def compose_resumed(stored: Path, arguments: Sequence[str]) -> RunSettings:
         base = OmegaConf.merge(schema(), OmegaConf.load(stored))
         before = _to_object(base)
         after = _to_object(OmegaConf.merge(base, OmegaConf.from_dotlist(overrides)))
-    except (OmegaConfBaseException, OSError) as error:
+    except (OmegaConfBaseException, OSError, YAMLError) as error:
         raise _explain(error, overrides) from error
     _refuse_other_run(before, after)
     return after
@@ -163,7 +165,11 @@ def recipe_label(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
 
 
-_TOP = {item.name for item in fields(RunSettings) if is_dataclass(get_type_hints(RunSettings)[item.name])}
+_TOP = {
+    item.name
+    for item in fields(RunSettings)
+    if is_dataclass(get_type_hints(RunSettings)[item.name])
+}
 
 
 def _to_object(config: Any) -> RunSettings:
@@ -226,21 +232,41 @@ def _check_keys(overrides: Sequence[str]) -> None:
         if key in groups:
             if value not in groups[key]:
                 raise UserError(key, value, "a file of that group", suggest(value, groups[key]))
+        elif key.startswith("data.sampling."):
+            raise UserError(
+                key,
+                value,
+                "a whole list",
+                'write for example "data.sampling=[{temperature: 0.0}, {temperature: 0.8}]"',
+            )
         elif key not in known and not any(key.startswith(path + ".") for path in known):
             raise UserError(key, value, "a setting", suggest(key, [*known, *groups]))
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
-    """One message from what Hydra or OmegaConf say in several lines."""
+    """One message from what Hydra, OmegaConf or the YAML reader say in several lines."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, UserError):
         return cause
-    text = str(cause).strip().splitlines()
+    if isinstance(error, YAMLError):
+        return UserError("recipe", "", "a YAML file", " ".join(str(error).split()))
+    if isinstance(error, OverrideParseException):
+        field, _, given = error.override.partition("=")
+        return UserError(
+            field, given, "a value that can be read", "put it in quotes: " + f"'{field}=\"...\"'"
+        )
+    lines = [line for line in str(cause).strip().splitlines() if not line.startswith("In '")]
+    lines = lines or str(cause).strip().splitlines() or ["see the recipe"]
     key = re.search(r"full_key: (\S+)", str(error) + "\n" + str(cause))
     field = key.group(1) if key else "settings"
+    if field == "recipe" and "not in struct" in lines[0]:
+        return UserError("recipe", "", "a recipe whose defaults begin with run_schema", "add it")
     given = next((o.partition("=")[2] for o in overrides if o.startswith(f"{field}=")), "")
-    unknown = re.match(r"Key '(\w+)' (?:not in|is not in)", text[0]) if text else None
-    remedy = suggest(field, setting_paths()) if unknown else "correct that value"
-    return UserError(field, given, text[0] if text else "see the recipe", remedy)
+    remedy = "correct that value"
+    if unknown := re.match(r"Key '(\w+)' (?:is )?not in '(\w+)'", lines[0]):
+        cls = getattr(settings_module, unknown.group(2), None)
+        nested = [item.name for item in fields(cls)] if cls else []
+        remedy = suggest(field, setting_paths() if "." in field else nested)
+    return UserError(field, given, lines[0], remedy)
