@@ -1,0 +1,203 @@
+"""The command line answers bad input with one line, and help without loading anything heavy."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from splitserve import __version__, cli
+from splitserve.errors import RunFailed
+
+RECIPE = "recipe=smollm2_dspark"
+ROW = '{"id": "a", "domain": "math", "messages": [{"role": "user", "content": "1+1?"}]}'
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "splitserve.cli", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # `main` installs a handler of its own for SIGTERM.
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.chdir(tmp_path)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def refused(
+    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], code: int = 2, *contains: str
+) -> str:
+    """The one line on stderr of a command that is refused."""
+    assert cli.main(arguments) == code
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("splitserve: ")
+    for text in contains:
+        assert text in lines[0]
+    return lines[0]
+
+
+# --- as a process --------------------------------------------------------------------------------
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        result = run("--help", cwd=tmp_path)
+        seconds.append(time.monotonic() - start)
+        assert result.returncode == 0
+        assert result.stderr == ""
+    for command in ("train", "eval", "export", "config"):
+        assert f"\n  {command}" in result.stdout
+    assert min(seconds) < 1.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["trian"], ["eval", "--help"]])
+def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from splitserve import cli\n"
+        f"cli.main({arguments!r})\n"
+        "heavy = {'torch', 'hydra', 'transformers', 'deepspeed', 'sglang'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_process_takes_the_exit_code(tmp_path: Path) -> None:
+    assert run("--version", cwd=tmp_path).stdout == f"splitserve {__version__}\n"
+    assert run(cwd=tmp_path).returncode == 2
+    result = run("trian", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "did you mean 'train'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# --- in this process -----------------------------------------------------------------------------
+
+
+def test_train_help_lists_recipes_groups_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for line in ("  smollm2_dspark", "  target: local, smollm2", "  train.steps"):
+        assert line in text.splitlines()
+
+
+def test_config_prints_what_a_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", RECIPE, "train.steps=3"]) == 0
+    assert "  steps: 3\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "contains"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["train"], "recipe"),
+        (["train", "recipe=smolm2"], "did you mean 'smollm2_dspark'?"),
+        (["train", RECIPE, "train.stepz=1"], "did you mean 'train.steps'?"),
+        (["train", RECIPE, "train.steps=many"], "train.steps='many'"),
+        (["train", RECIPE, "train.steps"], "key=value"),
+        (["train", RECIPE, "resume=true"], "run_dir"),
+        (["train", RECIPE, "resume=true", "run_dir=nowhere"], "run_dir='nowhere'"),
+        (["config", RECIPE, "layout.device=cuda"], "layout.device='cuda'"),
+        (["eval"], "run"),
+        (["eval", "run=nowhere"], "run='nowhere'"),
+        (["eval", "temprature=1"], "did you mean 'temperature'?"),
+        (["eval", "temperature=hot"], "Float"),
+        (["eval", "temperature=-1"], "temperature=-1.0"),
+        (["eval", "draft=somewhere"], "target"),
+        (["eval", "draft=somewhere", "target=nowhere", "prompts=none.jsonl"], "nowhere"),
+        (["export"], "run"),
+        (["export", "run=nowhere"], "run='nowhere'"),
+        (["export", "checkpoints=best"], "did you mean 'checkpoint'?"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], contains: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(arguments, capsys, 2, contains)
+
+
+@pytest.mark.parametrize(
+    ("text", "contains"),
+    [
+        ("", "prompts"),
+        (f'{ROW}\n{{"id": \n', "line 2"),
+    ],
+)
+def test_bad_prompts_are_one_line(
+    text: str, contains: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.jsonl").write_text(text)
+    line = refused(
+        ["train", RECIPE, "engine=transformers", "data.prompts=mine.jsonl"], capsys, 2, contains
+    )
+    assert "mine.jsonl" in line
+
+
+def test_missing_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", RECIPE, "engine=transformers"]
+    refused([*arguments, "run_dir=a", "data.prompts=none.jsonl"], capsys, 2, "none.jsonl")
+    refused([*arguments, "run_dir=b", "target=local", "target.path=none"], capsys, 2, "none")
+    (tmp_path / "hollow").mkdir()
+    refused([*arguments, "run_dir=c", "target=local", "target.path=hollow"], capsys, 2, "hollow")
+
+
+def test_a_run_that_is_refused_can_be_started_again_in_its_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["train", RECIPE, "engine=transformers", "run_dir=mine", "data.prompts=none.jsonl"]
+    for _ in range(2):
+        refused(arguments, capsys, 2, "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (RunFailed("the engine died"), 1, "splitserve: the engine died\n"),
+        (KeyboardInterrupt(), 130, "splitserve: stopped\n"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: Sequence[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_an_error_of_a_library_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Sequence[str]) -> int:
+        return int("no number")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    assert cli.main(["train"]) == 1
+    assert "Traceback" in capsys.readouterr().err
