@@ -24,6 +24,7 @@ from dspark.training import block_embeddings
 from dspark.verify import accept_greedy, accept_sampled, draw
 
 COMPACT_RATIO = 1.5
+"""Slots per committed token above which the holes are squeezed out."""
 
 
 @dataclass
@@ -87,11 +88,12 @@ class EmbeddedDecoder:
                 request's result does not depend on what it is batched with, up to rounding.
 
         Raises:
-            ValueError: an empty prompt.
+            ValueError: an empty prompt, or a setting out of range.
         """
-        if any(not prompt for prompt in prompts):
-            raise ValueError("decode: a prompt has no tokens; give at least one token")
-        names = request_ids or [str(i) for i in range(len(prompts))]
+        names = [str(i) for i in range(len(prompts))] if request_ids is None else request_ids
+        _check_request(prompts, names, max_new_tokens, temperature)
+        if not prompts:
+            return []
         self._rngs = [counter_rng("decode", seed, name) for name in names]
         self._temperature = temperature
         self._cache = self._target.new_cache()
@@ -156,7 +158,7 @@ class EmbeddedDecoder:
         states, features = self._target.forward(window, positions, mask, self._cache)
         logits = states @ self._target.lm_head.t()
         if self._temperature == 0.0:
-            accepted, following = accept_greedy(logits.argmax(-1), drafts)
+            accepted, following = accept_greedy(_argmax(logits), drafts)
         else:
             target_probs = self._probs(logits)
             accepted, following = (
@@ -205,7 +207,7 @@ class EmbeddedDecoder:
             if features is not None and draft.markov_head is not None:
                 logits = torch.addmm(logits, features, draft.markov_head.markov_w2.weight.t())
             if self._temperature == 0.0:
-                previous = logits.argmax(-1)
+                previous = _argmax(logits)
             else:
                 probs = self._probs(logits)
                 distributions.append(probs)
@@ -218,7 +220,7 @@ class EmbeddedDecoder:
 
     def _choose(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         if self._temperature == 0.0:
-            return logits.argmax(-1)
+            return _argmax(logits)
         return draw(self._probs(logits), uniforms)
 
     def _uniforms(self, requests: Sequence[int], count: int) -> torch.Tensor:
@@ -289,3 +291,31 @@ class EmbeddedDecoder:
         batch.draft_context = [(squeeze(k), squeeze(v)) for k, v in batch.draft_context]
         for layer in self._cache.layers:
             layer.keys, layer.values = squeeze(layer.keys), squeeze(layer.values)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    # In bfloat16 on a CPU four times as fast as argmax, and as argmax it takes the first of equals.
+    return logits.max(dim=-1).indices
+
+
+def _check_request(
+    prompts: Sequence[Sequence[int]],
+    request_ids: Sequence[str],
+    max_new_tokens: int,
+    temperature: float,
+) -> None:
+    if any(not prompt for prompt in prompts):
+        raise ValueError("decode: a prompt has no tokens; give at least one token")
+    if len(request_ids) != len(prompts):
+        raise ValueError(
+            f"decode: request_ids holds {len(request_ids)} names; allowed: one for each of the "
+            f"{len(prompts)} prompts; name every request"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"decode: max_new_tokens={max_new_tokens} is not usable; allowed: 1 or more; raise it"
+        )
+    if not temperature >= 0.0:
+        raise ValueError(
+            f"decode: temperature={temperature} is not usable; allowed: 0 or more; 0 is greedy"
+        )

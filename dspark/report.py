@@ -1,9 +1,23 @@
-"""Accept length and what belongs to it, counted round by round."""
+"""Accept length and what belongs to it, counted round by round.
+
+What is counted. A request's first token comes from the prefill and belongs to no round. Every
+draft-and-verify round up to the end of the response counts, none after it. The round in which the
+response ends (end-of-turn token or max_new_tokens) counts with its tokens up to that end: drafts
+behind it are not accepted drafts, and draft positions behind it were not reached. So
+
+    accept_length = tokens committed by rounds / rounds
+
+which is the mean of accepted drafts + 1 wherever no round was cut. SGLang's `spec_accept_length`
+divides all completion tokens, the first one included, by the same rounds; `sglang_accept_length`
+is that figure over the requests that had a round.
+
+Source: SGLang 0.5.23, srt/managers/tokenizer_manager.py, for its figure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 ALL = "all"
@@ -27,6 +41,8 @@ class DomainCounts:
 
     block_size: int
     num_requests: int = 0
+    num_drafted_requests: int = 0
+    """Requests that had a round: whose first token did not end them."""
     num_rounds: int = 0
     num_tokens: int = 0
     reached: list[int] = field(default_factory=list)
@@ -44,6 +60,7 @@ class DomainCounts:
     def add(self, rounds: Sequence[Round]) -> None:
         """Count one request."""
         self.num_requests += 1
+        self.num_drafted_requests += bool(rounds)
         for item in rounds:
             count = item.num_accepted_drafts
             self.num_rounds += 1
@@ -58,6 +75,7 @@ class DomainCounts:
     def merge(self, other: DomainCounts) -> None:
         """Add another domain's sums."""
         self.num_requests += other.num_requests
+        self.num_drafted_requests += other.num_drafted_requests
         self.num_rounds += other.num_rounds
         self.num_tokens += other.num_tokens
         for mine, theirs in (
@@ -71,21 +89,33 @@ class DomainCounts:
     def to_dict(self) -> dict[str, Any]:
         """Counts and the figures formed from them.
 
-        `accept_length` is tokens per round, bonus token included: 1.0 at the least, up to the one
-        round in which the response ends. `alpha[k]` is the share of rounds that accepted position
+        `accept_length` is tokens per round, bonus token included, 1.0 where there was no round.
+        `alpha[k]` is the share of rounds that accepted position
         k among those that reached it, None where none did.
         """
+        rounds = self.num_rounds
+        completion_tokens = self.num_tokens + self.num_drafted_requests
         return {
-            "accept_length": self.num_tokens / self.num_rounds if self.num_rounds else 1.0,
+            "accept_length": self.num_tokens / rounds if rounds else 1.0,
+            "sglang_accept_length": completion_tokens / rounds if rounds else None,
             "alpha": [
                 a / r if r else None for a, r in zip(self.accepted, self.reached, strict=True)
             ],
             "histogram": self.histogram,
             "reached": self.reached,
+            "accepted": self.accepted,
             "num_requests": self.num_requests,
+            "num_drafted_requests": self.num_drafted_requests,
             "num_rounds": self.num_rounds,
             "num_tokens": self.num_tokens,
         }
+
+    @classmethod
+    def from_dict(cls, block_size: int, values: Mapping[str, Any]) -> DomainCounts:
+        """The counts that `to_dict` gave; the figures formed from them are left out."""
+        counts = {f.name: values[f.name] for f in fields(cls) if f.name != "block_size"}
+        lists = {k: list(v) if isinstance(v, list) else v for k, v in counts.items()}
+        return cls(block_size, **lists)
 
 
 @dataclass
@@ -102,7 +132,13 @@ class AcceptReport:
     timings: dict[str, float] = field(default_factory=dict)
 
     def add(self, domain: str, rounds: Iterable[Round]) -> None:
-        """Count one finished request."""
+        """Count one finished request.
+
+        Raises:
+            ValueError: the domain has the name of the sums.
+        """
+        if domain == ALL:
+            raise ValueError(f"domain={ALL!r} is the name of the sums over domains; rename it")
         counts = self.domains.setdefault(domain, DomainCounts(self.block_size))
         counts.add(list(rounds))
 
@@ -128,3 +164,41 @@ class AcceptReport:
             "timings": dict(self.timings),
             "domains": {ALL: self.total.to_dict(), **domains},
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AcceptReport:
+        """The inverse of `to_dict`."""
+        size = values["block_size"]
+        domains = {
+            name: DomainCounts.from_dict(size, counts)
+            for name, counts in values["domains"].items()
+            if name != ALL
+        }
+        return cls(size, dict(values["settings"]), domains, dict(values["timings"]))
+
+    def merge(self, other: AcceptReport) -> None:
+        """Add the counts and times of another part of the same measurement.
+
+        Raises:
+            ValueError: it was made with another block size or under other settings.
+        """
+        if (self.block_size, self.settings) != (other.block_size, other.settings):
+            raise ValueError(
+                f"report: block_size {self.block_size} and {self.settings} cannot be merged with "
+                f"{other.block_size} and {other.settings}; allowed: equal ones; report them apart"
+            )
+        for name, counts in other.domains.items():
+            self.domains.setdefault(name, DomainCounts(self.block_size)).merge(counts)
+        for name, seconds in other.timings.items():
+            self.timings[name] = self.timings.get(name, 0.0) + seconds
+
+    def rows(self) -> list[list[str]]:
+        """A heading and one row per domain, the sums last, as text for a table."""
+        heading = ["domain", "accept length"]
+        heading += [f"alpha_{k + 1}" for k in range(self.block_size)]
+        table = [[*heading, "tokens"]]
+        for name, counts in [*sorted(self.domains.items()), (ALL, self.total)]:
+            figures = counts.to_dict()
+            alphas = ["-" if a is None else f"{a:.2f}" for a in figures["alpha"]]
+            table.append([name, f"{figures['accept_length']:.2f}", *alphas, str(counts.num_tokens)])
+        return table

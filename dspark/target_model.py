@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as the decoder needs it: explicit masks, captured layers, no surprises."""
+"""A Hugging Face causal LM as the decoder needs it: explicit masks, captured layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from transformers import AutoModelForCausalLM, DynamicCache
 class TargetModel:
     """The frozen target on one device.
 
+    Args:
+        layer_ids: captured layers, ascending; id i is the output of decoder layer i.
+
     Raises:
         ValueError: the target has layers other than plain full attention, for which the decoder's
-            explicit masks would not hold.
+            explicit masks would not hold, or logits that are more than lm_head times state.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        layer_ids: tuple[int, ...],
+        layer_ids: tuple[int, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
     ) -> None:
@@ -33,15 +36,47 @@ class TargetModel:
             .requires_grad_(False)
         )
         refuse_other_attention(self.model.config)
+        refuse_other_layers(self.model)
         self.device = torch.device(device)
         self.dtype = dtype
-        self.layer_ids = layer_ids
+        self._check_logits()
         self._captured: dict[int, torch.Tensor] = {}
-        layers = self.model.base_model.layers
-        for layer_id in layer_ids:
-            layers[layer_id].register_forward_hook(self._capture(layer_id))
+        self._hooks: list[Any] = []
+        self.capture(layer_ids)
 
-    def _capture(self, layer_id: int) -> Any:
+    def capture(self, layer_ids: tuple[int, ...]) -> None:
+        """Capture these layers from now on, in place of those before.
+
+        Raises:
+            ValueError: a layer that the target does not have.
+        """
+        layers = self.model.base_model.layers
+        if any(not 0 <= layer_id < len(layers) for layer_id in layer_ids):
+            raise ValueError(
+                f"draft: it reads the target's layers {list(layer_ids)}; allowed: 0 to "
+                f"{len(layers) - 1}; measure it with the target that it was trained for"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self.layer_ids = layer_ids
+        self._hooks = [layers[i].register_forward_hook(self._keep(i)) for i in layer_ids]
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """The decoder multiplies states by the lm_head; a scale, cap or bias would be lost."""
+        ids = torch.arange(min(8, self.embedding.shape[0]), device=self.device).unsqueeze(0)
+        wanted = self.model(input_ids=ids, use_cache=False).logits.float()
+        states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        error = ((states @ self.lm_head.t()).float() - wanted).norm() / wanted.norm()
+        # Both are the same products in the same type; what a scale or a cap changes is far larger.
+        if not error < 0.01:
+            raise ValueError(
+                f"target: its logits differ from lm_head times final state by {float(error):.2g}; "
+                "allowed: a plain lm_head, without scale, cap or bias; measure such a target in "
+                "the serving engine"
+            )
+
+    def _keep(self, layer_id: int) -> Any:
         def hook(module: Any, args: Any, output: Any) -> None:
             self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
 
@@ -85,8 +120,9 @@ class TargetModel:
             past_key_values=cache,
             use_cache=True,
         )
-        features = torch.cat([self._captured[layer] for layer in self.layer_ids], dim=-1)
-        return output.last_hidden_state, features
+        states = output.last_hidden_state
+        captured = [self._captured.pop(layer) for layer in self.layer_ids]
+        return states, torch.cat(captured, dim=-1) if captured else states[..., :0]
 
 
 def refuse_other_attention(config: Any) -> None:
@@ -104,4 +140,20 @@ def refuse_other_attention(config: Any) -> None:
         raise ValueError(
             f"target: layers of type {', '.join(sorted(other))} cannot be decoded by the embedded "
             "decoder; allowed: full attention; measure such a target in the serving engine"
+        )
+
+
+def refuse_other_layers(model: Any) -> None:
+    """Refuse models whose decoder layers are not all attention layers, whatever the config says.
+
+    Raises:
+        ValueError: names the layers found.
+    """
+    layers = getattr(model.base_model, "layers", ())
+    other = sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "self_attn")})
+    if other or not len(layers):
+        raise ValueError(
+            f"target: decoder layers of {type(model).__name__} without attention: "
+            f"{', '.join(other) or 'no list of layers'}; allowed: layers with self_attn; measure "
+            "such a target in the serving engine"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,16 @@ class Evaluator:
         self._target: TargetModel | None = None
 
     def load_target(self, layer_ids: tuple[int, ...]) -> TargetModel:
-        """The target, loaded once per set of captured layers."""
-        if self._target is None or self._target.layer_ids != layer_ids:
+        """The target, loaded once, with these layers captured.
+
+        Raises:
+            ValueError: the embedded decoder cannot decode the target, or it has no such layer.
+        """
+        if self._target is None:
             dtype = getattr(torch, self._spec.dtype)
-            self._target = TargetModel(self._spec.target_path, layer_ids, dtype, self._spec.device)
+            self._target = TargetModel(self._spec.target_path, (), dtype, self._spec.device)
+        if self._target.layer_ids != layer_ids:
+            self._target.capture(layer_ids)
         return self._target
 
     def measure(self, draft_path: str, step: int, *, full: bool) -> dict[str, Any]:
@@ -75,6 +81,15 @@ class Evaluator:
         return report
 
 
+def evaluate_draft(spec: EvaluatorSpec, draft_path: str, full: bool) -> dict[str, Any]:
+    """Measure one draft folder in this process; what the evaluator answers, without a step.
+
+    Raises:
+        ValueError: the folder holds no complete draft, or the target cannot be decoded.
+    """
+    return Evaluator(spec).measure(draft_path, -1, full=full)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where greedy decoding with the draft first leaves greedy decoding without it."""
@@ -82,39 +97,86 @@ class Difference:
     prompt_id: str
     place: int
     with_draft: int
+    """Token id there, -1 where the output has ended."""
     without_draft: int
+    margin: float
+    """The target's logit of its token there minus that of the draft's, by a pass without a cache;
+    about 0 is a tie that rounding decides. Infinite where one output has ended."""
 
 
-def lossless_differences(
-    spec: EvaluatorSpec, draft_path: str, prompts: tuple[EvalPrompt, ...]
-) -> list[Difference]:
+@dataclass(frozen=True)
+class LosslessResult:
+    """Greedy outputs with the draft against those without it."""
+
+    num_prompts: int
+    num_tokens: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every output is the same, token by token."""
+        return not self.differences
+
+
+def check_lossless(spec: EvaluatorSpec, draft_path: str, num_prompts: int = 0) -> LosslessResult:
     """Compare greedy output with the draft and without it, token by token, in float32.
 
     The target without a draft is decoded one token at a time by the same wrapper.
 
-    Returns:
-        One entry per prompt whose outputs differ; empty when the draft is lossless.
+    Args:
+        num_prompts: how many of the prompts, from the first on; 0 takes all.
+
+    Raises:
+        ValueError: the folder holds no complete draft, or the target cannot be decoded.
     """
     torch.set_num_threads(spec.num_threads)
     target = TargetModel(
         spec.target_path, read_config(draft_path).target_layer_ids, torch.float32, spec.device
     )
     draft = load_draft(draft_path, torch.float32, spec.device)
+    prompts = spec.prompts[: num_prompts or None]
+    found: list[Difference] = []
+    num_tokens = 0
+    for first in range(0, len(prompts), spec.batch_size):
+        group = prompts[first : first + spec.batch_size]
+        ours = _greedy(EmbeddedDecoder(target, draft), spec, group)
+        plain = _greedy(EmbeddedDecoder(target, None), spec, group)
+        num_tokens += sum(len(tokens) for tokens in plain)
+        for prompt, mine, theirs in zip(group, ours, plain, strict=True):
+            if mine != theirs:
+                found.append(_difference(target, prompt, mine, theirs))
+    return LosslessResult(len(prompts), num_tokens, tuple(found))
 
-    def greedy(decoder: EmbeddedDecoder) -> list[list[int]]:
-        decoded = decoder.decode(
-            [p.token_ids for p in prompts],
-            max_new_tokens=spec.max_new_tokens,
-            eos_token_ids=spec.eos_token_ids,
-        )
-        return [d.token_ids for d in decoded]
 
-    with_draft = greedy(EmbeddedDecoder(target, draft))
-    without = greedy(EmbeddedDecoder(target, None))
-    found = []
-    for prompt, ours, plain in zip(prompts, with_draft, without, strict=True):
-        if ours != plain:
-            pairs = zip([*ours, -1], [*plain, -1], strict=False)
-            place, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            found.append(Difference(prompt.prompt_id, place, a, b))
-    return found
+def lossless_differences(
+    spec: EvaluatorSpec, draft_path: str, prompts: tuple[EvalPrompt, ...]
+) -> list[Difference]:
+    """The differences that `check_lossless` finds on these prompts; empty for a lossless draft."""
+    return list(check_lossless(replace(spec, prompts=prompts), draft_path).differences)
+
+
+def _greedy(
+    decoder: EmbeddedDecoder, spec: EvaluatorSpec, prompts: tuple[EvalPrompt, ...]
+) -> list[list[int]]:
+    decoded = decoder.decode(
+        [p.token_ids for p in prompts],
+        max_new_tokens=spec.max_new_tokens,
+        eos_token_ids=spec.eos_token_ids,
+    )
+    return [d.token_ids for d in decoded]
+
+
+@torch.no_grad()
+def _difference(
+    target: TargetModel, prompt: EvalPrompt, ours: list[int], plain: list[int]
+) -> Difference:
+    length = min(len(ours), len(plain))
+    place = next((i for i in range(length) if ours[i] != plain[i]), length)
+    if place == length:
+        mine = ours[place] if place < len(ours) else -1
+        theirs = plain[place] if place < len(plain) else -1
+        return Difference(prompt.prompt_id, place, mine, theirs, float("inf"))
+    ids = torch.tensor([[*prompt.token_ids, *plain[:place]]], device=target.device)
+    logits = target.model(input_ids=ids, use_cache=False).logits[0, -1]
+    margin = float(logits[plain[place]] - logits[ours[place]])
+    return Difference(prompt.prompt_id, place, ours[place], plain[place], margin)

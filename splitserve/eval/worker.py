@@ -9,8 +9,14 @@ from splitserve.worker import Channel
 
 
 def run(channel: Channel, spec: EvaluatorSpec) -> None:
-    """Answer `Evaluate` with `Evaluated` until stopped."""
+    """Answer `Evaluate` with `Evaluated` until stopped.
+
+    Raises:
+        ValueError: the target cannot be decoded, or a folder holds no complete draft.
+    """
     evaluator = Evaluator(spec)
+    # A target that cannot be decoded ends the run now, not after the first steps of training.
+    evaluator.load_target(())
     channel.send(EvaluatorReady())
     while True:
         channel.state = "waiting for a draft"
