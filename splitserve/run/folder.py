@@ -166,8 +166,12 @@ def newest_run(parent: Path) -> Path:
 
 def _append(path: Path, row: dict[str, Any]) -> None:
     try:
-        with open(path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        with open(path, "ab+") as file:
+            # A line that a crash has cut off must not swallow the one that follows it.
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+            torn = file.read(1) not in (b"\n", b"")
+            file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
     except OSError as error:
         raise UserError(
             "run_dir",
