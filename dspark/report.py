@@ -113,9 +113,12 @@ class DomainCounts:
     @classmethod
     def from_dict(cls, block_size: int, values: Mapping[str, Any]) -> DomainCounts:
         """The counts that `to_dict` gave; the figures formed from them are left out."""
-        counts = {f.name: values[f.name] for f in fields(cls) if f.name != "block_size"}
-        lists = {k: list(v) if isinstance(v, list) else v for k, v in counts.items()}
-        return cls(block_size, **lists)
+        counts = cls(block_size)
+        for item in fields(cls):
+            if item.name != "block_size":
+                value = values[item.name]
+                setattr(counts, item.name, [*value] if isinstance(value, list) else value)
+        return counts
 
 
 @dataclass
