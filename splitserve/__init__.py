@@ -1,3 +1,3 @@
-"""SplitServe Trainer: trains DSpark drafts for speculative decoding beside the target they serve."""
+"""SplitServe Trainer: trains DSpark drafts for speculative decoding beside their target."""
 
 __version__ = "0.1.0"

@@ -218,7 +218,8 @@ def setting_paths(cls: type = RunSettings, prefix: str = "") -> list[str]:
     for item in fields(cls):
         path = prefix + item.name
         hint = hints[item.name]
-        found += setting_paths(hint, path + ".") if is_dataclass(hint) else [path]
+        is_group = isinstance(hint, type) and is_dataclass(hint)
+        found += setting_paths(hint, path + ".") if is_group else [path]
     return found
 
 

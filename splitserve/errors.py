@@ -18,7 +18,7 @@ class WorkerError(RuntimeError):
     """A worker cannot go on, for a reason that the user is to read as it is."""
 
 
-class RunFailed(RuntimeError):
+class RunFailed(RuntimeError):  # noqa: N818 - a finished sentence about the run
     """A run that had to end; the message says why, where the log is and how to go on."""
 
 

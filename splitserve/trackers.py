@@ -73,7 +73,7 @@ class _Wandb:
         import wandb
 
         has_key = bool(os.environ.get("WANDB_API_KEY")) or _has_netrc_entry()
-        mode = settings.mode
+        mode: Any = settings.mode
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
         self._run = wandb.init(

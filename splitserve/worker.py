@@ -70,14 +70,18 @@ def die_with_parent() -> None:
 def _role(name: str) -> Callable[[Channel, Any], None]:
     # Imported here: an engine must not pay for DeepSpeed, nor a trainer for SGLang.
     if name == "engine":
-        from splitserve.engine.worker import run
-    elif name == "trainer":
-        from splitserve.train.rank import run
-    elif name == "evaluator":
-        from splitserve.eval.worker import run
-    else:
-        raise ValueError(f"worker role {name!r} is unknown; allowed: engine, trainer, evaluator")
-    return run
+        from splitserve.engine.worker import run as run_engine
+
+        return run_engine
+    if name == "trainer":
+        from splitserve.train.rank import run as run_trainer
+
+        return run_trainer
+    if name == "evaluator":
+        from splitserve.eval.worker import run as run_evaluator
+
+        return run_evaluator
+    raise ValueError(f"worker role {name!r} is unknown; allowed: engine, trainer, evaluator")
 
 
 def main(argv: list[str]) -> int:

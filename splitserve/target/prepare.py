@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from splitserve.target.info import TargetInfo, capturable_layers, capture_convention, read_target
 
@@ -249,7 +250,7 @@ def _make_dense(gguf_path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _restore_pre_tokenizer(tokenizer: object, gguf_path: Path) -> None:
+def _restore_pre_tokenizer(tokenizer: Any, gguf_path: Path) -> None:
     """Split digits one by one where the file says so; the conversion leaves that out.
 
     Without it, spaces before a number are cut differently from how the model was trained.

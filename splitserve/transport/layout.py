@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from mmap import mmap
 
 import torch
 
@@ -33,7 +34,7 @@ class SlotHeader:
     token_crc: int = 0
     """CRC-32 of the token ids (int64) whose rows have arrived, in order."""
 
-    def pack_into(self, buffer: memoryview, offset: int) -> None:
+    def pack_into(self, buffer: memoryview | mmap, offset: int) -> None:
         """Write the header at `offset` bytes."""
         _HEADER.pack_into(
             buffer,
@@ -49,7 +50,7 @@ class SlotHeader:
         )
 
     @classmethod
-    def unpack_from(cls, buffer: memoryview, offset: int) -> SlotHeader:
+    def unpack_from(cls, buffer: memoryview | mmap, offset: int) -> SlotHeader:
         """Read the header at `offset` bytes."""
         return cls(*_HEADER.unpack_from(buffer, offset)[:7])
 

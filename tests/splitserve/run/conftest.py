@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -144,7 +144,7 @@ def _stdout_of(process: Path) -> str:
 
 
 @pytest.fixture
-def start_run(tiny_recipe: Path, tmp_path: Path):  # noqa: ANN201
+def start_run(tiny_recipe: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start a run in a folder of its own; whatever is left at the end is killed."""
     runs: list[Run] = []
 

@@ -85,7 +85,7 @@ def test_a_run_leaves_what_it_promises(finished: Run) -> None:
     responses = (finished.folder / "responses.jsonl").read_text().splitlines()
     names = [json.loads(line)["sample_id"] for line in responses]
     assert len(names) == len(set(names)) == 16, "4 steps of 4 samples, each answered once"
-    assert not [p for p in finished.folder.rglob("*.partial")]
+    assert not list(finished.folder.rglob("*.partial"))
 
 
 def test_the_closing_table_says_what_came_out(finished: Run) -> None:
@@ -187,7 +187,9 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(start_run: Start) -> 
 
 
 def whole_recipe(run: Run) -> Path:
-    return Path(next(a for a in run.process.args if a.startswith("recipe=")).removeprefix("recipe="))
+    return Path(
+        next(a for a in run.process.args if a.startswith("recipe=")).removeprefix("recipe=")
+    )
 
 
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(start_run: Start) -> None:

@@ -1,4 +1,4 @@
-"""The flow of samples: priorities, back-pressure, retries, and the same batches at any rank count."""
+"""The flow of samples: priorities, back-pressure, retries, and the same batches for any ranks."""
 
 from __future__ import annotations
 
