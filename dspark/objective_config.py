@@ -1,0 +1,120 @@
+"""Which terms the objective has, and how the positions of a block are weighted.
+
+Shapes: M block, G block position.
+
+Sources: DSpark (arXiv 2607.05147) eq. 9-12 for the default; LK losses (arXiv 2602.23881) for NLA
+and the hybrid; D-PACE (arXiv 2605.18810) for the smoothed credit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WEIGHTINGS = ("decay", "credit", "dpace")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Weights of the terms and of the positions; the default is the public DSpark loss."""
+
+    ce: float = 0.1
+    """Cross entropy with the data's token."""
+    l1: float = 0.9
+    """The raw norm ‖q-p‖₁, twice the total variation."""
+    nla: float = 0.0
+    """-log α."""
+    kl: float = 0.0
+    """KL(p‖q)."""
+    lk_hybrid: float = 0.0
+    """λ KL + (1-λ) TV."""
+    eta: float = 3.0
+    """Of λ = exp(-η α)."""
+    confidence: float = 1.0
+    """Binary cross entropy of the confidence head with α."""
+    detach_confidence_input: bool = False
+    """Let the confidence loss move the confidence head alone."""
+    position_weights: str = "decay"
+    """decay: exp(-k/decay); credit: R_j = Σ_{k>=j} S_k; dpace: the same of smoothed q(y)."""
+    decay: float = 4.0
+    credit_floor: float = 0.2
+    """Share of the decayed weights mixed into credit, so that late positions do not starve."""
+    dpace_smoothing: float = 0.5
+    """a in (1-a) q(y) + a."""
+    temperature: float = 1.0
+    """Of both distributions in every term, CE included: the one that the draft is served at."""
+    chunk_rows: int = 256
+    """Rows whose logits exist at the same time."""
+
+    def __post_init__(self) -> None:
+        for name in ("ce", "l1", "nla", "kl", "lk_hybrid", "confidence", "eta"):
+            self._require(name, getattr(self, name) >= 0.0, "0 or more")
+        self._require(
+            "position_weights", self.position_weights in WEIGHTINGS, ", ".join(WEIGHTINGS)
+        )
+        self._require("decay", self.decay > 0.0, "above 0")
+        self._require("temperature", self.temperature > 0.0, "above 0")
+        self._require("chunk_rows", self.chunk_rows >= 1, "1 or more")
+        for name in ("credit_floor", "dpace_smoothing"):
+            self._require(name, 0.0 <= getattr(self, name) <= 1.0, "0 to 1")
+        if self.ce + self.l1 + self.nla + self.kl + self.lk_hybrid == 0.0:
+            raise ValueError(
+                "objective: ce, l1, nla, kl and lk_hybrid are all 0; allowed: at least one above "
+                "0; give one of them a weight, or choose objective=dspark"
+            )
+
+    def _require(self, name: str, good: bool, allowed: str) -> None:
+        if not good:
+            raise ValueError(
+                f"objective.{name}={getattr(self, name)!r} is not usable; allowed: {allowed}; "
+                f"correct objective.{name}"
+            )
+
+
+def decay_weights(
+    block_size: int, decay: float, device: torch.device | None = None
+) -> torch.Tensor:
+    """exp(-k/decay) for k = 0 ... G-1, float32 [G]."""
+    return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / decay)
+
+
+def objective_denominators(
+    config: ObjectiveConfig, valid_MG: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the sums of the terms and of the confidence loss are to be divided by, float64 scalars.
+
+    Known before the forward pass, so that one division by the total over the whole optimizer
+    window and all ranks is enough. Decayed weights are divided by their own sum; credit by the
+    number of blocks, since its sum is the credit itself.
+
+    Args:
+        valid_MG: bool [blocks, G].
+    """
+    weights = decay_weights(valid_MG.shape[1], config.decay, valid_MG.device)
+    decayed = (weights * valid_MG).sum().double()
+    if config.position_weights == "decay":
+        return decayed, decayed
+    return valid_MG.any(dim=1).sum().double(), decayed
+
+
+def position_weights(
+    config: ObjectiveConfig,
+    alpha_MG: torch.Tensor,
+    label_q_MG: torch.Tensor,
+    valid_MG: torch.Tensor,
+) -> torch.Tensor:
+    """Weight of every row, float32 [blocks, G], 0 where not valid; detached from the draft."""
+    decayed = decay_weights(valid_MG.shape[1], config.decay, valid_MG.device) * valid_MG
+    if config.position_weights == "decay":
+        return decayed
+    if config.position_weights == "credit":
+        factors = alpha_MG
+    else:
+        a = config.dpace_smoothing
+        factors = (1.0 - a) * label_q_MG + a
+    survival = torch.where(valid_MG, factors, 0.0).cumprod(dim=1)
+    credit = survival.flip(1).cumsum(dim=1).flip(1)
+    if config.position_weights == "dpace":
+        return credit * valid_MG
+    return ((1.0 - config.credit_floor) * credit + config.credit_floor * decayed) * valid_MG
