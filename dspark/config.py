@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 HEAD_TYPES = ("vanilla", "gated", "rnn")
+MULTI_AXIS_ROPE = ("mrope_section", "mrope_interleaved")
+"""Draft positions have one axis, along which M-RoPE is the plain embedding."""
 ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
+
+FIXED_FIELDS = {
+    "hidden_act": "silu",
+    "is_causal": False,
+    "sample_from_anchor": True,
+    "rope_is_neox_style": True,
+    "use_gemma_norm": False,
+}
+"""Fields that other drafts may set otherwise and that would change the arithmetic."""
 
 
 def _refuse(field: str, value: object, allowed: str, remedy: str) -> ValueError:
@@ -72,6 +83,15 @@ class DraftConfig:
             )
         if self.head_dim % 2:
             raise _refuse("head_dim", self.head_dim, "an even number", "take the target's")
+        if self.rms_norm_eps <= 0.0:
+            raise _refuse("rms_norm_eps", self.rms_norm_eps, "above 0", "take the target's")
+        if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
+            raise _refuse(
+                "rope_parameters",
+                self.rope_parameters,
+                "a dict with rope_type and rope_theta",
+                "take the target's",
+            )
         ids = self.target_layer_ids
         if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
             raise _refuse("target_layer_ids", list(ids), "different layers, ascending", "sort them")
@@ -106,6 +126,11 @@ class DraftConfig:
     def num_context_features(self) -> int:
         """Width of the concatenated hidden states of the captured layers, K*H."""
         return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def servable(self) -> bool:
+        """Whether SGLang's DSPARK can serve the draft: it refuses one without a Markov head."""
+        return self.markov_rank > 0
 
     @property
     def confidence_features(self) -> int:
@@ -181,6 +206,8 @@ class DraftConfig:
         """
         rope = dict(self.rope_parameters)
         scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+        # SGLang reads the rotary width at the top level, transformers in rope_parameters.
+        partial = {k: rope[k] for k in ("partial_rotary_factor",) if k in rope}
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3",
@@ -192,19 +219,20 @@ class DraftConfig:
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": FIXED_FIELDS["hidden_act"],
             "vocab_size": self.vocab_size,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_parameters": rope,
             "rope_theta": rope["rope_theta"],
             "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+            **partial,
             "max_position_embeddings": self.max_position_embeddings,
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "tie_word_embeddings": False,
             "use_sliding_window": False,
             "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "is_causal": False,
+            "is_causal": FIXED_FIELDS["is_causal"],
             "block_size": self.block_size,
             "target_layer_ids": list(self.target_layer_ids),
             "num_target_layers": self.num_target_layers,
@@ -213,7 +241,7 @@ class DraftConfig:
             "markov_head_type": self.markov_head_type,
             "enable_confidence_head": True,
             "confidence_head_with_markov": self.confidence_head_with_markov,
-            "sample_from_anchor": True,
+            "sample_from_anchor": FIXED_FIELDS["sample_from_anchor"],
         }
 
     @classmethod
@@ -221,8 +249,17 @@ class DraftConfig:
         """The inverse of `to_hf`.
 
         Raises:
-            ValueError: a field is missing or out of range.
+            ValueError: a field is missing, out of range, or asks for another arithmetic than
+                this model's.
         """
+        for name, only in FIXED_FIELDS.items():
+            if config.get(name, only) != only:
+                raise _refuse(name, config[name], repr(only), "use a draft without this feature")
+        layer_types = set(config.get("layer_types") or ())
+        if layer_types - {"full_attention"}:
+            raise _refuse(
+                "layer_types", sorted(layer_types), "full_attention", "use a draft of such layers"
+            )
         try:
             values = {name: config[name] for name in cls.__dataclass_fields__ if name in config}
             values["target_layer_ids"] = tuple(config["target_layer_ids"])
@@ -256,14 +293,28 @@ def spread_layers(num_layers: int, last: int) -> tuple[int, ...]:
 
 
 def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a config.json, in either of transformers' two spellings."""
+    """The rotary settings of a config.json, in either of transformers' two spellings.
+
+    Raises:
+        ValueError: layers of different kinds have different settings.
+    """
     rope = dict(config.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise _refuse(
+            "rope_parameters",
+            rope,
+            "one setting for all layers",
+            "use a target whose layers share their rotary embedding",
+        )
     if "rope_theta" not in rope:
         rope["rope_theta"] = config.get("rope_theta", 10000.0)
     scaling = config.get("rope_scaling")
     if scaling and "rope_type" not in rope:
         rope.update(scaling)
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    kind = rope.pop("type", None) or rope.get("rope_type") or "default"
+    rope["rope_type"] = "default" if kind == "mrope" else kind
+    for name in MULTI_AXIS_ROPE:
+        rope.pop(name, None)
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     return rope

@@ -161,7 +161,7 @@ class DSparkDraft(nn.Module):
             positions_BS: int64, absolute positions.
         """
         features = self.context_features(states_BSF)
-        cos, sin = self._rotary(positions_BS, features.dtype)
+        cos, sin = self._rotary(positions_BS)
         return [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]
 
     def forward_blocks(
@@ -184,7 +184,7 @@ class DSparkDraft(nn.Module):
         offsets = torch.arange(block, device=anchor_positions_BA.device)
         positions = (anchor_positions_BA.unsqueeze(-1) + offsets).view(batch, anchors * block)
         x = block_embeds_BAGD.reshape(batch, anchors * block, width)
-        cos, sin = self._rotary(positions, x.dtype)
+        cos, sin = self._rotary(positions)
         for layer, layer_context in zip(self.layers, context, strict=True):
             x = layer(x, cos, sin, layer_context, mask)
         return self.norm(x).view(batch, anchors, block, width)
@@ -210,12 +210,21 @@ class DSparkDraft(nn.Module):
             return None, None
         return self.markov_head.step(hidden_BD, prev_B, state)
 
-    def confidence_logits(self, hidden: torch.Tensor, prev: torch.Tensor) -> torch.Tensor:
-        """float32 logits of acceptance, shaped like `prev`; `hidden` is [..., D]."""
+    def confidence_logits(
+        self, hidden: torch.Tensor, prev: torch.Tensor, *, detach_input: bool = False
+    ) -> torch.Tensor:
+        """float32 logits of acceptance, shaped like `prev`; `hidden` is [..., D].
+
+        Args:
+            detach_input: let gradients reach the head's own weights alone.
+        """
         embedded = None
         if self.confidence_head.with_markov:
             assert self.markov_head is not None, "a confidence head with Markov features needs one"
             embedded = self.markov_head.markov_w1(prev)
+        if detach_input:
+            hidden = hidden.detach()
+            embedded = None if embedded is None else embedded.detach()
         return self.confidence_head(hidden, embedded)
 
 

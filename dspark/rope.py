@@ -36,24 +36,23 @@ class RotaryTable:
     def __init__(self, config: DraftConfig) -> None:
         self._frequencies, self._factor = inverse_frequencies(config)
 
-    def __call__(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each [B, 1, T, rotary_dim], for int64 positions [B, T]."""
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 cos and sin, each [B, 1, T, rotary_dim], for int64 positions [B, T]."""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
         angles = positions.unsqueeze(-1).float() * self._frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        return angles.cos() * self._factor, angles.sin() * self._factor
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first rotary_dim of the last axis, halves paired (neox style).
 
-    x is [B, heads, T, head_dim]; cos and sin are [B, 1, T, rotary_dim].
+    x is [B, heads, T, head_dim]; cos and sin are float32 [B, 1, T, rotary_dim]. The rotation is
+    done in float32, as it is served, and rounded once to the type of x.
     """
     width = cos.shape[-1]
     turned, passed = x[..., :width], x[..., width:]
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    turned = (turned * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
     return turned if not passed.shape[-1] else torch.cat([turned, passed], dim=-1)

@@ -71,7 +71,7 @@ class FrozenTarget:
 
 
 def read_tensor(folder: Path, names: Iterable[str]) -> torch.Tensor | None:
-    """The first of these tensors that the folder's safetensors files hold; None if none is there."""
+    """The first of these tensors in the folder's safetensors files; None if none is there."""
     wanted = list(names)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
