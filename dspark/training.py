@@ -5,8 +5,9 @@ Shapes: B sequence, S position, A anchor, G block position, D hidden, F context 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +126,12 @@ def block_embeddings(
 class DraftWithLoss(nn.Module):
     """The draft together with the frozen tensors and the objective, for an optimizer's engine.
 
-    Embedding and lm_head are no parameters and not in the state dict.
+    Embedding and lm_head are no parameters, not in the state dict, and keep their type when the
+    module is cast: they move between devices only.
     """
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
 
     def __init__(
         self,
@@ -141,6 +146,14 @@ class DraftWithLoss(nn.Module):
         self.register_buffer("embedding", embedding_VD, persistent=False)
         self.register_buffer("lm_head", lm_head_VD, persistent=False)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        embedding, lm_head = self.embedding, self.lm_head
+        super()._apply(fn, recurse)
+        self.embedding = embedding.to(self.embedding.device)
+        # Tied tensors stay one tensor: a copy of each would take the memory twice.
+        self.lm_head = self.embedding if lm_head is embedding else lm_head.to(self.lm_head.device)
+        return self
+
     def forward(
         self,
         batch: TrainingBatch,
@@ -152,10 +165,9 @@ class DraftWithLoss(nn.Module):
         hidden_BAGD = self._hidden(batch)
         prev_BAG = previous_tokens(batch)
         features = draft.markov_features(hidden_BAGD, prev_BAG)
-        confidence_input = (
-            hidden_BAGD.detach() if self.config.detach_confidence_input else hidden_BAGD
+        confidence = draft.confidence_logits(
+            hidden_BAGD, prev_BAG, detach_input=self.config.detach_confidence_input
         )
-        confidence = draft.confidence_logits(confidence_input, prev_BAG)
         width, length = hidden_BAGD.shape[-1], batch.token_ids_BS.shape[1]
         # Row g predicts the token at p+1+g, whose distribution comes from the state at p+g.
         rows = torch.arange(batch.token_ids_BS.shape[0], device=hidden_BAGD.device) * length
