@@ -50,6 +50,7 @@ def save_draft(folder: str | Path, config: DraftConfig, state: Mapping[str, torc
     """
     final = Path(folder)
     partial = final.with_name(f".{final.name}.partial")
+    replaced = final.with_name(f".{final.name}.replaced")
     expected = expected_tensors(config)
     _compare(
         {name: (tuple(t.shape), expected.get(name, ((), t.dtype))[1]) for name, t in state.items()},
@@ -67,14 +68,27 @@ def save_draft(folder: str | Path, config: DraftConfig, state: Mapping[str, torc
         text = json.dumps(config.to_hf(), indent=2, sort_keys=True) + "\n"
         (partial / CONFIG_NAME).write_text(text)
         for name in (WEIGHTS_NAME, CONFIG_NAME):
-            with open(partial / name, "rb") as file:
-                os.fsync(file.fileno())
+            _sync(partial / name)
+        _sync(partial)
         if final.exists():
-            shutil.rmtree(final)
+            # Moved aside and not removed first, so that the name is absent for an instant only.
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(final, replaced)
         os.rename(partial, final)
+        _sync(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"draft {final} could not be written: {error}") from error
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_config(folder: str | Path) -> DraftConfig:
@@ -93,13 +107,21 @@ def read_config(folder: str | Path) -> DraftConfig:
         ) from error
 
 
-def verify_export(folder: str | Path) -> DraftConfig:
+def verify_export(folder: str | Path, *, servable: bool = False) -> DraftConfig:
     """Check that every expected tensor is there with its shape and type, and nothing more.
 
+    Args:
+        servable: also ask that SGLang's DSPARK can serve the draft.
+
     Raises:
-        ValueError: names what is missing, extra or different.
+        ValueError: names what is missing, extra or different, or what cannot be served.
     """
     config = read_config(folder)
+    if servable and not config.servable:
+        raise ValueError(
+            f"draft {folder}: markov_rank=0 cannot be served by SGLang's DSPARK; allowed: 1 or "
+            "more; train a draft with a Markov head"
+        )
     path = Path(folder) / WEIGHTS_NAME
     types = {"F32": torch.float32, "BF16": torch.bfloat16}
     try:
