@@ -80,6 +80,5 @@ def leading_directions(embedding_VD: torch.Tensor, rank: int) -> torch.Tensor:
     top = vectors.flip(1)[:, :width]
     scale = values.flip(0)[:width].clamp(min=1e-12).rsqrt()
     out = torch.zeros(embedding_VD.shape[0], rank)
-    # Smaller than unit variance: the first gradients of the output matrix should not dominate.
-    out[:, :width] = (centred @ top) * scale * 0.1
+    out[:, :width] = (centred @ top) * scale
     return out

@@ -264,7 +264,7 @@ class LayoutSettings:
     """DeepSpeed ranks of the draft half."""
     train_threads: int = 1
     """CPU threads of each of them."""
-    eval_threads: int = 2
+    eval_threads: int = 1
     """CPU threads of the evaluator."""
     ring_bytes: int = 2**30
     """Shared memory for hidden states; what fits stays there for the next epoch."""
