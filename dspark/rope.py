@@ -26,7 +26,9 @@ def inverse_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
             f"rope_type={kind!r} is not known; allowed: default, {', '.join(ROPE_INIT_FUNCTIONS)}; "
             "use a target with one of these"
         )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](Qwen3Config(**config.to_hf()), device="cpu")
+    # Some of these functions copy between devices, which fails while a draft is built on "meta".
+    with torch.device("cpu"):
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](Qwen3Config(**config.to_hf()), device="cpu")
     return frequencies.float(), float(factor)
 
 
