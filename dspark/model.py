@@ -45,7 +45,7 @@ class DraftAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, heads * width, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * width, bias=bias)
-        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(width, config.rms_norm_eps)
         self.k_norm = RMSNorm(width, config.rms_norm_eps)
 
