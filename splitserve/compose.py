@@ -102,7 +102,12 @@ def compose(arguments: Sequence[str]) -> RunSettings:
     try:
         with initialize_config_dir(str(path.parent), version_base="1.3"):
             config = hydra_compose(
-                name, [search, *overrides, f"recipe={_quote(recipe_label(recipe))}"]
+                name,
+                [
+                    search,
+                    *map(_open_dictionary, overrides),
+                    f"recipe={_quote(recipe_label(recipe))}",
+                ],
             )
             return _to_object(config)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -207,6 +212,21 @@ def _thaw(node: Any) -> None:
             _thaw(child)
 
 
+def _open_dictionary(override: str) -> str:
+    """Let the keys of a free dictionary be set like any other field: Hydra wants `++` for new ones.
+
+    A whole dictionary given by its own name is merged into what the recipe says.
+    """
+    key = override.partition("=")[0]
+    free = any(key == path or key.startswith(path + ".") for path in _dictionary_paths())
+    return "++" + override if free else override
+
+
+def _dictionary_paths() -> list[str]:
+    schema_of = OmegaConf.structured(RunSettings)
+    return [p for p in setting_paths() if isinstance(OmegaConf.select(schema_of, p), DictConfig)]
+
+
 def _quote(text: str) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
@@ -264,7 +284,12 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
     field = key.group(1) if key else "settings"
     if field == "recipe" and "not in struct" in lines[0]:
         return UserError("recipe", "", "a recipe whose defaults begin with run_schema", "add it")
-    given = next((o.partition("=")[2] for o in overrides if o.startswith(f"{field}=")), "")
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*?)=(.*)'$", lines[0]):
+        field, given = ambiguous.groups()
+        return UserError(field, given, "one value", f"write a list as {field}=[{given}]")
+    # A list's element is named with its place; the command line gives the whole list.
+    whole = field.partition("[")[0]
+    given = next((o.partition("=")[2] for o in overrides if o.startswith(f"{whole}=")), "")
     remedy = "correct that value"
     if unknown := re.match(r"Key '(\w+)' (?:is )?not in '(\w+)'", lines[0]):
         cls = getattr(settings_module, unknown.group(2), None)

@@ -7,6 +7,7 @@ checked by `splitserve.run.plan`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,8 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: float, minimum: float) -> None:
-    _check(name, value, value >= minimum, f"{minimum} or more", f"raise {name}")
+    remedy = f"raise {name}" if value < minimum else f"set {name} to a finite number"
+    _check(name, value, minimum <= value < math.inf, f"{minimum} or more", remedy)
 
 
 def _fraction(name: str, value: float) -> None:
@@ -176,7 +178,7 @@ class TrainSettings:
         for name in ("save_every", "keep_checkpoints"):
             _at_least(f"train.{name}", getattr(self, name), 1)
         rate = self.learning_rate
-        _check("train.learning_rate", rate, rate > 0.0, "above 0")
+        _check("train.learning_rate", rate, 0.0 < rate < math.inf, "above 0, finite")
         _fraction("train.min_lr_ratio", self.min_lr_ratio)
         _fraction("train.warmup_fraction", self.warmup_fraction)
         betas = self.betas
@@ -347,6 +349,13 @@ class RunSettings:
             self.data.max_tokens > longest,
             f"more than the {longest} tokens of the longest response",
             "raise data.max_tokens or lower data.sampling max_new_tokens",
+        )
+        _check(
+            "draft.block_size",
+            self.draft.block_size,
+            self.draft.block_size < self.data.max_tokens,
+            f"less than data.max_tokens={self.data.max_tokens}",
+            "lower draft.block_size, or raise data.max_tokens",
         )
         share = -(-self.train.global_batch_size // self.layout.train_ranks)
         _check(

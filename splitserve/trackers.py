@@ -12,6 +12,7 @@ from splitserve.errors import UserError
 from splitserve.settings import TrackerSettings
 
 WANDB_INIT_SECONDS = 20
+WANDB_FINISH_SECONDS = 60
 
 
 class Tracker(Protocol):
@@ -76,12 +77,21 @@ class _Wandb:
         mode: Any = settings.mode
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        if mode == "online" and not has_key:
+            # wandb would ask for a key here, and a run must not wait for an answer.
+            raise ValueError(
+                "no wandb account is set up: run wandb login, or use tracker.mode=offline"
+            )
         self._run = wandb.init(
             project=settings.project,
             name=name,
             dir=str(folder),
             mode=mode,
-            settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS, silent=True),
+            settings=wandb.Settings(
+                init_timeout=WANDB_INIT_SECONDS,
+                finish_timeout=WANDB_FINISH_SECONDS,
+                silent=True,
+            ),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -77,7 +77,7 @@ def test_fields_are_set_with_their_types() -> None:
             "train.learning_rate=1e-4",
             "draft.target_layer_ids=[1,5,9]",
             "data.system_prompt=Be brief",
-            "+data.chat_template_kwargs.enable_thinking=false",
+            "data.chat_template_kwargs.enable_thinking=false",
             "eval.final_temperatures=[]",
         ]
     )
@@ -89,11 +89,25 @@ def test_fields_are_set_with_their_types() -> None:
     assert settings.eval.final_temperatures == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["data.chat_template_kwargs={a: 1, b: x}"],
+        ["data.chat_template_kwargs.a=1", "data.chat_template_kwargs.b=x"],
+        ["+data.chat_template_kwargs.a=1", "++data.chat_template_kwargs.b=x"],
+    ],
+)
+def test_a_free_dictionary_takes_any_key(arguments: list[str]) -> None:
+    assert compose([RECIPE, *arguments]).data.chat_template_kwargs == {"a": 1, "b": "x"}
+
+
 def test_a_recipe_of_ones_own_is_taken_by_its_path(tmp_path: Path) -> None:
     text = (config_root() / "recipes" / "smollm2_dspark.yaml").read_text()
     recipe = tmp_path / "my recipes" / "mine.yaml"
     recipe.parent.mkdir()
-    recipe.write_text(text.replace("steps: 450", "steps: 11"))
+    text, replaced = re.subn(r"(?m)^  steps: \d+$", "  steps: 11", text)
+    assert replaced == 1
+    recipe.write_text(text)
     (recipe.parent / "smollm2_prompts.jsonl").write_text("")
     settings = compose([f"recipe={recipe}"])
     assert settings.recipe == "mine"
@@ -138,6 +152,8 @@ def test_an_unknown_name_brings_the_nearest_one(argument: str, field: str, neare
         ("train.steps=[1", "train.steps"),
         ("data.prompts=a=b", "data.prompts"),
         ("data.sampling.0.top_k=5", "data.sampling.0.top_k"),
+        ("train.steps=1,2", "train.steps"),
+        ("data.prompts=a.jsonl,b.jsonl", "data.prompts"),
     ],
 )
 def test_an_unusable_value_is_refused_by_its_field(argument: str, field: str) -> None:

@@ -49,6 +49,9 @@ BAD = [
     (TrainSettings, "train", "save_every", 0),
     (TrainSettings, "train", "keep_checkpoints", 0),
     (TrainSettings, "train", "learning_rate", 0.0),
+    (TrainSettings, "train", "learning_rate", float("inf")),
+    (TrainSettings, "train", "learning_rate", float("nan")),
+    (TrainSettings, "train", "weight_decay", float("inf")),
     (TrainSettings, "train", "min_lr_ratio", -0.1),
     (TrainSettings, "train", "warmup_fraction", 1.1),
     (TrainSettings, "train", "betas", [0.9]),
@@ -64,6 +67,7 @@ BAD = [
     (EvalSettings, "eval", "max_new_tokens", 1),
     (EvalSettings, "eval", "batch_size", 0),
     (EvalSettings, "eval", "temperature", -1.0),
+    (EvalSettings, "eval", "temperature", float("inf")),
     (EvalSettings, "eval", "final_temperatures", [0.5, -1.0]),
     (EngineSettings, "engine", "kind", "vllm"),
     (EngineSettings, "engine", "chunked_prefill_size", 0),
@@ -147,6 +151,7 @@ def test_a_bad_objective_is_refused_by_name(name: str, value: object) -> None:
             },
         ),
         ("train.micro_batch_size", {"train": TrainSettings(micro_batch_size=5)}),
+        ("draft.block_size", {"draft": DraftSettings(block_size=256)}),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -70,6 +70,17 @@ def test_wandb_works_offline_without_an_account(tmp_path: Path, without_account:
     assert b"accept_length" in files[0].read_bytes()
 
 
+def test_wandb_never_asks_for_an_account(
+    tmp_path: Path, without_account: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: pytest.fail("wandb would ask for a key"))
+    with pytest.warns(UserWarning, match=r"tracker=wandb is off.*tracker\.mode=offline"):
+        tracker = make_tracker(TrackerSettings(kind="wandb", mode="online"), tmp_path, "run")
+    tracker.log(0, {"loss": 1.0})
+    tracker.finish()
+
+
 def test_tensorboard_writes_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
