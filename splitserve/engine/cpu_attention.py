@@ -148,8 +148,11 @@ def extend_attention(
 ) -> torch.Tensor:
     """New rows after each request's prefix: query and output [N, h, d], caches [C, k, d]."""
     plan = getattr(backend, _PLAN, None)
-    ordinary = isinstance(plan, ExtendPlan) and options.get("causal")
-    if not ordinary or not _ordinary(plan, seq_lens, query, k_cache, options):
+    if (
+        not isinstance(plan, ExtendPlan)
+        or not options.get("causal")
+        or not _ordinary(plan, seq_lens, query, k_cache, options)
+    ):
         return original(
             backend,
             query,

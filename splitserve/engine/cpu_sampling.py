@@ -33,7 +33,7 @@ def note_seeds(_runner: Any, _logits_output: Any, forward_batch: Any) -> None:
     """Remember the seeds of the rows that are about to be drawn (before `ModelRunner.sample`)."""
     _seeds.clear()
     for rid in forward_batch.rids or ():
-        parts = rid.split(":", 2) if isinstance(rid, str) else ()
+        parts = rid.split(":", 2) if isinstance(rid, str) else []
         known = len(parts) == 3 and parts[0] == RID_PREFIX and parts[1]
         _seeds.append(int(parts[1]) if known else None)
 

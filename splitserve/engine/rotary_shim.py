@@ -60,7 +60,7 @@ def install() -> bool:
         # Without a spec, importlib.util.find_spec("vllm") raises instead of answering.
         item.__spec__ = importlib.machinery.ModuleSpec(item.__name__, None)
     package.__path__ = []
-    package._custom_ops = module
-    module.rotary_embedding = rotary_embedding
+    vars(package)["_custom_ops"] = module
+    vars(module)["rotary_embedding"] = rotary_embedding
     sys.modules["vllm"], sys.modules[MODULE] = package, module
     return True

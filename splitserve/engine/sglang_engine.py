@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.base import EngineError, EngineSpec, ResultSink
+from serving.version import require_sglang
+from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink
 from splitserve.engine.cpu_sampling import generate_rid
 from splitserve.engine.plugin import ENVIRONMENT, CaptureConfig, teach_rid
+from splitserve.engine.plugin_check import check_plugin
 from splitserve.engine.processes import kill_descendants
-from splitserve.engine.versions import check_plugin, check_sglang
 from splitserve.messages import Generate, Generated, Rejected, Sampling, SlotRef, Taught, Teach
 from splitserve.target.info import capturable_layers, capture_convention, read_target
 from splitserve.transport.ring import RingOwner, RingWriter
@@ -55,7 +56,7 @@ class SGLangEngine:
         # Ids must differ, also where the coordinator asks for a response again.
         self._count = itertools.count()
         _child_deaths.clear()
-        self._version = check_sglang()
+        self._version = require_sglang()
         check_plugin()
         self.target = read_target(spec.target_path, need_tokenizer=False)
         _check_layers(spec, self.target.architecture, self.target.num_layers)
@@ -150,6 +151,7 @@ class SGLangEngine:
     async def _answer(self, request: Generate | Teach) -> None:
         slot = request.slot if isinstance(request, Teach) else None
         name = request.sample_id if isinstance(request, Teach) else request.request_id
+        result: Result
         try:
             if isinstance(request, Teach):
                 result = await self._teach(request)

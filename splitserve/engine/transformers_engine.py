@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.base import EngineSpec, ResultSink
+from splitserve.engine.base import EngineSpec, Result, ResultSink
 from splitserve.messages import Generate, Generated, Rejected, Sampling, SlotRef, Taught, Teach
 from splitserve.target.info import read_target
 from splitserve.transport.ring import RingOwner, RingWriter
@@ -90,8 +90,9 @@ class TransformersEngine:
             slot = request.slot if isinstance(request, Teach) else None
             name = request.sample_id if isinstance(request, Teach) else request.request_id
             try:
-                is_teach = isinstance(request, Teach)
-                result = self._teach(request) if is_teach else self._generate(request)
+                result: Result = (
+                    self._teach(request) if isinstance(request, Teach) else self._generate(request)
+                )
             except Exception as error:
                 result = Rejected(name, slot, f"engine_error: {type(error).__name__}: {error}")
             self._sink(result)

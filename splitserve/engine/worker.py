@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from splitserve.engine.base import EngineError, EngineSpec, Result, TargetEngine
+from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink, TargetEngine
 from splitserve.engine.processes import kill_descendants
 from splitserve.engine.selfcheck import check_capture
 from splitserve.messages import EngineReady, Generate, Stop, Teach
+
+if TYPE_CHECKING:
+    from splitserve.engine.sglang_engine import SGLangEngine
+    from splitserve.engine.transformers_engine import TransformersEngine
 
 POLL_SECONDS = 0.5
 
@@ -64,7 +68,7 @@ class _Pending:
         self.num_answered += 1
 
 
-def _make_engine(spec: EngineSpec, sink: object) -> TargetEngine:
+def _make_engine(spec: EngineSpec, sink: ResultSink) -> SGLangEngine | TransformersEngine:
     # Imported here: each costs seconds, and one may not be installed.
     if spec.kind == "transformers":
         from splitserve.engine.transformers_engine import TransformersEngine
@@ -75,8 +79,9 @@ def _make_engine(spec: EngineSpec, sink: object) -> TargetEngine:
     return SGLangEngine(spec, sink)
 
 
-def _selfcheck(engine: TargetEngine, spec: EngineSpec) -> dict[str, float]:
+def _selfcheck(engine: SGLangEngine | TransformersEngine, spec: EngineSpec) -> dict[str, float]:
     import torch
+
     from dspark.target import FrozenTarget
 
     frozen = FrozenTarget.load(spec.target_path, torch.float32, "cpu")

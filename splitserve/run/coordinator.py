@@ -244,7 +244,7 @@ class Coordinator:
         """Stop early when too much is being lost: a draft trained on the rest would mislead."""
         dropped = sum(self._feeder.counters.dropped.values())
         total = len(self._feeder.entries)
-        if dropped > self._options.max_drop_fraction * total:
+        if dropped == total or dropped > self._options.max_drop_fraction * total:
             reasons = ", ".join(f"{n} x {r}" for r, n in self._feeder.counters.dropped.items())
             raise RunFailed(
                 f"data.max_drop_fraction: {dropped} of {total} samples were dropped ({reasons}), "

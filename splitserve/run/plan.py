@@ -8,10 +8,10 @@ from typing import Any
 
 from dspark.config import DraftConfig
 from splitserve.data.mask_token import choose_mask_token
-from splitserve.data.prompts import read_prompts
+from splitserve.data.prompts import Prompt, read_prompts
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import make_sample, sample_id_of
+from splitserve.data.samples import DropReport, Sample, make_sample, sample_id_of
 from splitserve.data.schedule import SampleSchedule
 from splitserve.data.split import Split, check_no_leak, split_prompts
 from splitserve.errors import UserError
@@ -87,14 +87,14 @@ def make_plan(settings: RunSettings) -> Plan:
     target = target_of(settings)
     tokenizer = load_tokenizer(target.path)
     renderer = ChatRenderer(tokenizer, data.chat_template_kwargs, data.system_prompt)
-    train_ids = [renderer.prompt_ids(p.messages) for p in split.train]
-    held_out_ids = [renderer.prompt_ids(p.messages) for p in split.held_out]
-    used = {token for ids in (*train_ids, *held_out_ids) for token in ids}
+    train = _render(renderer, split.train, data.max_drop_fraction)
+    measured = _render(renderer, split.held_out, data.max_drop_fraction)
+    used = {token for _, ids in (*train, *measured) for token in ids}
     mask_token = choose_mask_token(
         tokenizer, target.vocab_size, settings.draft.mask_token, used | set(target.eos_token_ids)
     )
     draft = draft_config(settings, target, mask_token)
-    entries = _entries(settings, split, train_ids)
+    entries = _entries(settings, train)
     layout = RingLayout(draft.num_context_features, draft.hidden_size, settings.target.dtype)
     _check_ring(settings, layout)
     schedule = SampleSchedule(
@@ -103,9 +103,7 @@ def make_plan(settings: RunSettings) -> Plan:
         settings.train.steps,
         settings.seed,
     )
-    held_out = tuple(
-        EvalPrompt(p.id, p.domain, ids) for p, ids in zip(split.held_out, held_out_ids, strict=True)
-    )
+    held_out = tuple(EvalPrompt(p.id, p.domain, ids) for p, ids in measured)
     return Plan(target, draft, held_out, entries, schedule, layout, data.max_tokens)
 
 
@@ -129,8 +127,29 @@ def _split(settings: RunSettings) -> Split:
     return Split(split.train, split.held_out[:limit])
 
 
+def _render(
+    renderer: ChatRenderer, prompts: Sequence[Prompt], max_drop_fraction: float
+) -> list[tuple[Prompt, tuple[int, ...]]]:
+    """Prompts with their ids; those that the chat template refuses are left out and counted.
+
+    Raises:
+        ValueError: too many are refused; shows the reasons with an example each.
+    """
+    report, rendered = DropReport(), []
+    for prompt in prompts:
+        try:
+            ids = renderer.prompt_ids(prompt.messages)
+        except RowRefused as refused:
+            report.drop(prompt.id, refused)
+            continue
+        report.use(Sample(prompt.id, prompt.id, prompt.domain, ids, (False,) * len(ids)))
+        rendered.append((prompt, ids))
+    report.check(max_drop_fraction=max_drop_fraction, decode=renderer.decode)
+    return rendered
+
+
 def _entries(
-    settings: RunSettings, split: Split, train_ids: Sequence[tuple[int, ...]]
+    settings: RunSettings, prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
 ) -> tuple[Entry, ...]:
     """One sample per training prompt and sampling setting.
 
@@ -148,7 +167,7 @@ def _entries(
                 max(2, min(setting.max_new_tokens, settings.data.max_tokens - len(ids))),
             ),
         )
-        for prompt, ids in zip(split.train, train_ids, strict=True)
+        for prompt, ids in prompts
         for k, setting in enumerate(settings.data.sampling)
     )
 

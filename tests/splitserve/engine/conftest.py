@@ -11,7 +11,8 @@ import pytest
 import torch
 from engine_testing import HIDDEN_SIZE, LAYER_IDS, NUM_LAYERS, VOCAB_SIZE
 
-from splitserve.engine.versions import PLUGIN_GROUP, PLUGIN_NAME, check_sglang
+from serving.version import require_sglang
+from splitserve.engine.plugin_check import PLUGIN_GROUP, PLUGIN_NAME
 from splitserve.transport.ring import RingLayout, RingOwner
 
 
@@ -19,7 +20,7 @@ from splitserve.transport.ring import RingLayout, RingOwner
 def sglang_installed() -> str:
     """The version; a missing SGLang fails these tests instead of hiding them."""
     try:
-        return check_sglang()
+        return require_sglang()
     except ValueError as error:
         pytest.fail(f"these tests run the real SGLang: {error}")
 

@@ -1,18 +1,24 @@
-"""The engine's parts on their own: shim, CPU attention, products, sampling, hook, versions."""
+"""The engine's parts on their own: shim, CPU attention, products, sampling, hook, plugin check."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import types
-from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from splitserve.engine import cpu_attention, cpu_linear, cpu_sampling, plugin, rotary_shim, versions
+from splitserve.engine import (
+    cpu_attention,
+    cpu_linear,
+    cpu_sampling,
+    plugin,
+    plugin_check,
+    rotary_shim,
+)
 from splitserve.engine.base import EngineError, EngineSpec
 from splitserve.messages import SlotRef
 from splitserve.transport.ring import RingLayout, RingOwner, RingReader, RingWriter
@@ -316,30 +322,17 @@ def test_rows_out_of_step_with_their_positions_are_refused(hook) -> None:
     assert "hook failed" in RingWriter.attach(owner.path, LAYOUT).check(slot)
 
 
-def test_other_sglang_releases_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(versions, "version", lambda _name: "0.5.24")
-    with pytest.raises(ValueError, match=r"0\.5\.24.*allowed: 0\.5\.23"):
-        versions.check_sglang()
-
-    def missing(_name: str) -> str:
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(versions, "version", missing)
-    with pytest.raises(ValueError, match="not installed"):
-        versions.check_sglang()
-
-
 def test_a_plugin_that_sglang_would_not_load_is_reported(monkeypatch) -> None:
-    monkeypatch.setattr(versions, "entry_points", lambda group: [])
+    monkeypatch.setattr(plugin_check, "entry_points", lambda group: [])
     with pytest.raises(EngineError, match="plugin not loaded"):
-        versions.check_plugin()
-    point = SimpleNamespace(name=versions.PLUGIN_NAME)
-    monkeypatch.setattr(versions, "entry_points", lambda group: [point])
+        plugin_check.check_plugin()
+    point = SimpleNamespace(name=plugin_check.PLUGIN_NAME)
+    monkeypatch.setattr(plugin_check, "entry_points", lambda group: [point])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     with pytest.raises(EngineError, match="SGLANG_PLUGINS"):
-        versions.check_plugin()
+        plugin_check.check_plugin()
     monkeypatch.setenv("SGLANG_PLUGINS", "other, splitserve")
-    versions.check_plugin()
+    plugin_check.check_plugin()
 
 
 @pytest.mark.parametrize(

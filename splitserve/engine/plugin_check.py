@@ -1,34 +1,14 @@
-"""The one SGLang release that this code has been run with, and the check for it."""
+"""Whether SGLang's processes will load the capture plugin."""
 
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 from splitserve.engine.base import EngineError
 
-SGLANG_VERSION = "0.5.23"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "splitserve"
-
-
-def check_sglang() -> str:
-    """The installed SGLang's version, read without importing it.
-
-    Raises ValueError if it is missing or another release: capture hooks into internals, which move
-    with every release.
-    """
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "not installed"
-    if found != SGLANG_VERSION:
-        raise ValueError(
-            f"sglang is {found}; allowed: {SGLANG_VERSION}; "
-            f"pip install sglang=={SGLANG_VERSION}, or set layout.engine=transformers "
-            "(slow, for small targets)"
-        )
-    return found
 
 
 def check_plugin() -> None:
