@@ -12,6 +12,9 @@ from typing import Any
 
 ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 HEADS = ("vanilla", "gated", "rnn")
+LAST_LAYER_CAPTURABLE = frozenset({"BailingMoeV3ForCausalLM"})
+"""Targets that give a layer's output after the layer; the others give it as the next one's input,
+and never the last one's."""
 
 
 def contract_problems(
@@ -27,6 +30,9 @@ def contract_problems(
         One sentence per problem; empty when the draft can be served.
     """
     problems: list[str] = []
+    architecture = (target.get("architectures") or [""])[0]
+    # Multimodal wrappers keep the language model's sizes one level down.
+    target = target.get("text_config") or target
 
     def need(good: bool, sentence: str) -> None:
         if not good:
@@ -54,13 +60,15 @@ def contract_problems(
             draft.get(name) == target.get(name),
             f"{name} is {draft.get(name)!r}, the target's is {target.get(name)!r}; they must agree",
         )
-    vocab_size = target.get("vocab_size") or 0
+    rows = target.get("padded_vocab_size") or target.get("vocab_size") or 0
     mask = draft.get("mask_token_id")
     need(
-        isinstance(mask, int) and 0 <= mask < vocab_size,
-        f"mask_token_id is {mask!r}; it must be a row of the target's {vocab_size} embeddings",
+        isinstance(mask, int) and 0 <= mask < rows,
+        f"mask_token_id is {mask!r}; it must be a row of the target's {rows} embeddings",
     )
-    problems += _layer_problems(draft.get("target_layer_ids"), target.get("num_hidden_layers") or 0)
+    problems += _layer_problems(
+        draft.get("target_layer_ids"), target.get("num_hidden_layers") or 0, architecture
+    )
     longest = context_length or target.get("max_position_embeddings") or 0
     own = draft.get("max_position_embeddings") or 0
     need(
@@ -72,11 +80,16 @@ def contract_problems(
     return problems
 
 
-def _layer_problems(layer_ids: Any, depth: int) -> list[str]:
+def _layer_problems(layer_ids: Any, depth: int, architecture: str) -> list[str]:
     if not isinstance(layer_ids, list) or not layer_ids:
         return ["target_layer_ids is missing; SGLang would assume layers of its own choice"]
     if layer_ids != sorted(set(layer_ids)):
         return [f"target_layer_ids is {layer_ids}; SGLang captures ascending, different layers"]
     if layer_ids[0] < 0 or layer_ids[-1] >= depth:
         return [f"target_layer_ids is {layer_ids}; the target has layers 0 to {depth - 1}"]
+    if layer_ids[-1] == depth - 1 and architecture not in LAST_LAYER_CAPTURABLE:
+        return [
+            f"target_layer_ids is {layer_ids}; SGLang cannot capture the last layer of "
+            f"{architecture or 'this target'}"
+        ]
     return []
