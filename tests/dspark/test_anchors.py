@@ -38,7 +38,7 @@ def test_fewer_anchors_than_places_are_drawn_without_replacement():
     drawn = draw(mask, 12)
     assert len(drawn) == len(set(drawn)) == 12
     assert drawn == sorted(drawn)
-    assert 0 <= drawn[0] and drawn[-1] <= 58
+    assert drawn[0] >= 0 and drawn[-1] <= 58
 
 
 def test_every_place_is_drawn_over_the_epochs_and_about_as_often():

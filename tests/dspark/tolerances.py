@@ -8,8 +8,8 @@ import torch
 ELEMENTWISE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-2)}
 # Sums over a vocabulary or a hidden size, gradients included.
 REDUCTION = {torch.float32: (2e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
-# Root mean square of the error over that of the reference. Seen: float32 2e-6, bfloat16 7e-3.
-RMS_RATIO = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
+# Root mean square of the error over that of the reference. Seen: float32 2e-6, bfloat16 3e-3.
+RMS_RATIO = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, reduction: bool = True) -> None:
