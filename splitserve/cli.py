@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from dis import opmap
+from pathlib import Path
 
 from splitserve import __version__
 from splitserve.errors import RunFailed, UserError, suggest
@@ -90,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"splitserve {__version__}")
         return 0
     name, *rest = arguments
+    began = time.time()
     try:
         if name not in COMMANDS:
             raise UserError("command", name, ", ".join(COMMANDS), suggest(name, COMMANDS))
@@ -98,29 +102,58 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         signal.signal(signal.SIGTERM, _terminate)
         return COMMANDS[name](rest)
-    except ValueError as error:
-        # Checks below the command line raise ValueError with the same four parts.
-        if not isinstance(error, UserError) and _is_a_bug(error):
-            traceback.print_exc()
-            return 1
-        print(f"splitserve: {error}", file=sys.stderr)
-        return 2
     except RunFailed as error:
         print(f"splitserve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("splitserve: stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        # Checks below the command line raise ValueError with the same four parts.
+        if isinstance(error, ValueError) and _is_a_check_of_ours(error):
+            print(f"splitserve: {error}", file=sys.stderr)
+            return 2
+        _report_a_bug(error, _crash_log(rest, began))
+        return 1
 
 
-def _is_a_bug(error: ValueError) -> bool:
-    """Whether a ValueError came from a library rather than from a check of ours."""
-    frame = error.__traceback__
-    last = ""
-    while frame is not None:
-        last = frame.tb_frame.f_globals.get("__name__", "")
-        frame = frame.tb_next
-    return last.split(".")[0] not in ("splitserve", "dspark", "serving")
+def _is_a_check_of_ours(error: ValueError) -> bool:
+    """Whether a `raise` of ours made the error; a library, or `int("x")` in our code, did not."""
+    if isinstance(error, UserError):
+        return True
+    place = error.__traceback__
+    assert place is not None, "an error that was caught has a traceback"
+    while place.tb_next is not None:
+        place = place.tb_next
+    package = place.tb_frame.f_globals.get("__name__", "").split(".")[0]
+    raised = place.tb_frame.f_code.co_code[place.tb_lasti] == opmap["RAISE_VARARGS"]
+    return raised and package in ("splitserve", "dspark", "serving")
+
+
+def _crash_log(arguments: Sequence[str], began: float) -> Path | None:
+    """Where the traceback of this command belongs: the run that it names, or has just begun."""
+    options = dict(a.partition("=")[::2] for a in arguments)
+    if named := options.get("run_dir") or options.get("run"):
+        folders = [Path(named)]
+    else:
+        # File times come from a coarser clock that may lag by a tick.
+        folders = [p for p in Path("runs").glob("*/*") if p.stat().st_mtime >= began - 0.1]
+    logs = [p / "logs" for p in folders if (p / "logs").is_dir()]
+    return max(logs, key=lambda p: p.stat().st_mtime) / "splitserve.log" if logs else None
+
+
+def _report_a_bug(error: Exception, log: Path | None) -> None:
+    """One line for the terminal; the traceback goes to the run's log, if there is one."""
+    line = f"splitserve: unexpected {type(error).__name__}: {' '.join(str(error).split())}"
+    text = "".join(traceback.format_exception(error))
+    try:
+        if log is None:
+            raise FileNotFoundError
+        with open(log, "a") as file:
+            file.write(text)
+        print(f"{line}; traceback: {log}", file=sys.stderr)
+    except OSError:
+        print(f"{text}{line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

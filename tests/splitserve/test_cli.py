@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -192,12 +193,75 @@ def test_exit_codes(
     assert capsys.readouterr().err == text
 
 
-def test_an_error_of_a_library_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(arguments: Sequence[str]) -> int:
-        return int("no number")
+def _library_error(arguments: Sequence[str]) -> int:
+    return int("no number")
 
+
+def _our_mistake(arguments: Sequence[str]) -> int:
+    # Code of ours that no check of ours stands in.
+    names = {"__name__": "splitserve.run.main"}
+    exec("def fail(): return int('no number')", names)
+    return names["fail"]()  # type: ignore[operator]
+
+
+def _our_check(arguments: Sequence[str]) -> int:
+    names = {"__name__": "dspark.config"}
+    exec("def fail():\n raise ValueError(\n 'block_size=0 is not usable'\n )", names)
+    return names["fail"]()  # type: ignore[operator]
+
+
+def _no_value_error(arguments: Sequence[str]) -> int:
+    raise KeyError("no such key")
+
+
+BUGS = pytest.mark.parametrize("fail", [_library_error, _our_mistake, _no_value_error])
+
+
+@BUGS
+def test_an_unexpected_error_outside_a_run_keeps_its_traceback(
+    fail: Callable[[Sequence[str]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setitem(cli.COMMANDS, "train", fail)
     assert cli.main(["train"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert text.splitlines()[-1].startswith("splitserve: unexpected ")
+
+
+@BUGS
+@pytest.mark.parametrize("named", [True, False])
+def test_an_unexpected_error_of_a_run_leaves_its_traceback_in_the_runs_log(
+    fail: Callable[[Sequence[str]], int],
+    named: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def begin(arguments: Sequence[str]) -> int:
+        Path("runs/mine/1/logs").mkdir(parents=True)
+        return fail(arguments)
+
+    monkeypatch.setitem(cli.COMMANDS, "train", begin)
+    line = refused(["train", *["run_dir=runs/mine/1"] * named], capsys, 1, "unexpected")
+    log = Path("runs/mine/1/logs/splitserve.log")
+    assert line.endswith(f"traceback: {log}")
+    assert log.read_text().startswith("Traceback")
+
+
+def test_another_runs_log_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Path("runs/mine/0")
+    (old / "logs").mkdir(parents=True)
+    os.utime(old, (1.0, 1.0))
+    monkeypatch.setitem(cli.COMMANDS, "train", _no_value_error)
+    assert cli.main(["train"]) == 1
+    assert list((old / "logs").iterdir()) == []
+
+
+def test_a_check_below_the_command_line_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "train", _our_check)
+    refused(["train"], capsys, 2, "block_size=0 is not usable")
