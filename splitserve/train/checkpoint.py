@@ -84,6 +84,8 @@ def save_checkpoint(
         error = _all_ranks_succeeded(_write_parts(engine, partial, meta, write_draft, step))
     if error is None and is_first:
         try:
+            # Only now: while a rank still writes, names below the folder come and go.
+            _sync_folder(partial)
             if final.exists():
                 shutil.rmtree(final)
             os.rename(partial, final)
@@ -114,7 +116,6 @@ def _write_parts(
             write_draft(partial / "draft")
             text = json.dumps({"step": step, "world_size": dist.get_world_size(), **meta}, indent=1)
             (partial / META_NAME).write_text(text)
-        _sync_folder(partial)
     except OSError as caught:
         error = caught
     except RuntimeError as caught:  # torch's writer reports a full disk so

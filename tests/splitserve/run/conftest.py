@@ -101,12 +101,19 @@ class Run:
         )
 
     def children(self) -> dict[str, int]:
-        """Living workers of this run: name to process id, from the logs' open files."""
-        found = {}
-        for log in (self.folder / "logs").glob("*.log"):
-            for process in Path("/proc").iterdir():
-                if process.name.isdigit() and _stdout_of(process) == str(log.resolve()):
-                    found[log.stem] = int(process.name)
+        """Living workers of this run by role: the processes that it is the parent of.
+
+        Trainers are numbered in the order in which they were started.
+        """
+        found: dict[str, int] = {}
+        for process in sorted(Path("/proc").iterdir(), key=lambda p: (len(p.name), p.name)):
+            if not process.name.isdigit() or _parent_of(process) != self.process.pid:
+                continue
+            command = _command_of(process)
+            if "splitserve.worker" in command:
+                role = command[command.index("splitserve.worker") + 1]
+                ranks = sum(name.startswith("trainer") for name in found)
+                found[f"trainer-{ranks}" if role == "trainer" else role] = int(process.name)
         return found
 
     def wait_for(self, text: str, file: str = "metrics.jsonl", seconds: float = 120.0) -> None:
@@ -136,11 +143,18 @@ class Run:
             self.process.wait()
 
 
-def _stdout_of(process: Path) -> str:
+def _parent_of(process: Path) -> int:
     try:
-        return os.readlink(process / "fd" / "1")
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
+def _command_of(process: Path) -> list[str]:
+    try:
+        return (process / "cmdline").read_text().split("\0")
     except OSError:
-        return ""
+        return []
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(start_run: Start) -> 
     cut = start_run("cut", "train.steps=8", "train.save_every=100", "eval.every=0")
     cut.wait_for('"kind": "train", "step": 3')
     children = cut.children()
-    assert len(children) >= 3
+    assert {"evaluator", "trainer-0"} <= set(children)
     asked = time.monotonic()
     cut.process.send_signal(signal.SIGINT)
     code, output = cut.end()
@@ -193,7 +193,7 @@ def whole_recipe(run: Run) -> Path:
 
 
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(start_run: Start) -> None:
-    run = start_run("engine", "train.steps=4", "engine.max_in_flight=2")
+    run = start_run("engine", "train.steps=8", "engine.max_in_flight=1")
     run.wait_for("sample_id", "responses.jsonl")
     os.kill(run.children()["engine"], signal.SIGKILL)
     code, output = run.end()
