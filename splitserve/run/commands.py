@@ -10,8 +10,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from dspark.checkpoint import read_config, verify_export
-from serving.launch import launch_command
+from dspark.checkpoint import read_config
 from splitserve.compose import compose_resumed
 from splitserve.data.prompts import read_prompts
 from splitserve.data.render import ChatRenderer
@@ -19,7 +18,7 @@ from splitserve.errors import RunFailed, UserError, suggest
 from splitserve.eval.measure import Evaluator, lossless_differences
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.run.folder import RunFolder, newest_run
-from splitserve.run.main import export_draft
+from splitserve.run.main import export_draft, serving_line
 from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
 from splitserve.run.summary import accept_table, settings_line
 from splitserve.target.prepare import read_target
@@ -145,15 +144,12 @@ def export(arguments: Sequence[str]) -> int:
     out = Path(options.out) if options.out else folder.export
     if source.resolve() != out.resolve():
         export_draft(source, out)
-    config = verify_export(out)
+    target = compose_resumed(folder.config, []).target
     console = Console()
     console.print(f"export: {out}", soft_wrap=True)
-    if config.markov_rank == 0:
-        console.print("markov_rank=0 is plain DFlash: SGLang's DSPARK does not serve this draft")
-        return 0
-    target = compose_resumed(folder.config, []).target
-    path = target.path or "TARGET_FOLDER"
-    console.print(f"  {' '.join(launch_command(str(out), path))}", soft_wrap=True, highlight=False)
+    console.print(
+        f"  {serving_line(out, target.path or 'TARGET_FOLDER')}", soft_wrap=True, highlight=False
+    )
     return 0
 
 

@@ -225,7 +225,7 @@ def _finish(
     export_draft(Path(best.path), folder.export)
     evals = folder.read_evals()
     first = next((e["report"]["reports"][0] for e in evals if e["step"] == 0), None)
-    command = " ".join(launch_command(str(folder.export), plan.target.path))
+    command = serving_line(folder.export, plan.target.path)
     print_summary(console, first, outcome.final_report, str(folder.export), command)
     seconds = outcome.seconds
     folder.write_metrics(
@@ -239,6 +239,13 @@ def _finish(
         },
     )
     console.print(f"finished in {duration(seconds['total_seconds'])}", highlight=False)
+
+
+def serving_line(export: Path, target_path: str) -> str:
+    """The one command that serves an export, or why there is none."""
+    if not verify_export(export).servable:
+        return "(markov_rank=0 is plain DFlash: SGLang's DSPARK does not serve this draft)"
+    return " ".join(launch_command(str(export), target_path))
 
 
 def export_draft(source: Path, target: Path) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Capture hooks that read a layer's output as the next layer's input never see the last layer's.
-# Source: SGLang 0.5.23, srt/models/{llama,qwen3}.py and srt/models/bailing_moe_v3.py.
-_LAST_LAYER_CAPTURABLE = frozenset({"BailingMoeV3ForCausalLM"})
+from serving.contract import LAST_LAYER_CAPTURABLE
+
+# Source: SGLang 0.5.23, the models that define set_dspark_layers_to_capture.
 _DSPARK_CAPTURE = frozenset(
     {
         "BailingMoeV3ForCausalLM",
@@ -44,7 +44,7 @@ class TargetInfo:
 
 def capturable_layers(architecture: str, num_layers: int) -> range:
     """The decoder layers whose output the target engine can capture, by SGLang's layer ids."""
-    last = num_layers if architecture in _LAST_LAYER_CAPTURABLE else num_layers - 1
+    last = num_layers if architecture in LAST_LAYER_CAPTURABLE else num_layers - 1
     return range(last)
 
 
