@@ -141,6 +141,29 @@ def test_decoding_step_by_step_gives_the_training_features(kind):
     assert (state is not None) == (kind == "rnn")
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_markov_features_by_hand(kind):
+    config = tiny_config(markov_head_type=kind)
+    draft = random_draft(config)
+    head, rank = draft.markov_head, config.markov_rank
+    hidden = torch.randn(1, 1, 3, config.hidden_size)
+    prev = torch.tensor([[[4, 60, 7]]])
+    found = draft.markov_features(hidden, prev)[0, 0]
+    state = torch.zeros(rank)
+    for k in range(3):
+        token, h = head.markov_w1.weight[prev[0, 0, k]], hidden[0, 0, k]
+        expected = token
+        if kind == "gated":
+            raw = head.gate_proj.weight @ torch.cat([h, token]) + head.gate_proj.bias
+            expected = token * torch.sigmoid(raw)
+        elif kind == "rnn":
+            raw = head.joint_proj.weight @ torch.cat([state, token, h]) + head.joint_proj.bias
+            keep = torch.sigmoid(raw[:rank])
+            state = keep * state + (1 - keep) * torch.tanh(raw[rank : 2 * rank])
+            expected = torch.tanh(raw[2 * rank :])
+        torch.testing.assert_close(found[k], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_plain_dflash_has_no_markov_head():
     config = tiny_config(markov_rank=0)
     draft = DSparkDraft(config)

@@ -211,6 +211,9 @@ def test_frozen_tensors_survive_casts_and_stay_out_of_the_checkpoint(tied):
     assert model.embedding.dtype == torch.float32
     assert torch.equal(model.lm_head, before)
     assert (model.lm_head is model.embedding) == tied
+    moved = model_of(tied=tied).to("meta")
+    assert moved.embedding.device.type == moved.lm_head.device.type == "meta"
+    assert (moved.lm_head is moved.embedding) == tied
     assert not any("embedding" in n or "lm_head" in n for n in model.state_dict())
     assert all(n.startswith("draft.") for n, _ in model.named_parameters())
 
