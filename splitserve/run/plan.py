@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dspark.anchors import counter_rng
 from dspark.config import DraftConfig
 from splitserve.data.mask_token import choose_mask_token
 from splitserve.data.prompts import Prompt, read_prompts
@@ -165,6 +166,8 @@ def _entries(
                 setting.top_p,
                 setting.top_k,
                 max(2, min(setting.max_new_tokens, settings.data.max_tokens - len(ids))),
+                # Of its own for every sample: the answer is the same whatever it is batched with.
+                int(counter_rng("answer", settings.seed, prompt.id, k).integers(2**31)),
             ),
         )
         for prompt, ids in prompts
