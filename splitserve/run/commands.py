@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -18,7 +18,7 @@ from splitserve.errors import RunFailed, UserError, suggest
 from splitserve.eval.measure import Evaluator, lossless_differences
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.run.folder import RunFolder, newest_run
-from splitserve.run.main import export_draft, serving_line
+from splitserve.run.main import best_so_far, export_draft, serving_line
 from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
 from splitserve.run.summary import accept_table, settings_line
 from splitserve.target.prepare import read_target
@@ -156,13 +156,12 @@ def export(arguments: Sequence[str]) -> int:
 def _checkpoint_draft(folder: RunFolder, name: str) -> Path:
     checkpoints = {int(read_meta(p)["step"]): p for p in list_checkpoints(folder.checkpoints)}
     if name == "best":
-        evals = folder.read_evals()
-        kept = [p for p in folder.snapshots.glob("step_*") if p.is_dir()]
-        if not evals or not kept:
+        best = best_so_far(folder)
+        if best is None:
             raise UserError(
                 "checkpoint", name, "a run with a measured draft", "use checkpoint=last"
             )
-        return max(kept, key=lambda p: _accept_length(evals, p))
+        return Path(best.path)
     if name == "last" and checkpoints:
         return checkpoints[max(checkpoints)] / "draft"
     if name.isdigit() and int(name) in checkpoints:
@@ -171,16 +170,6 @@ def _checkpoint_draft(folder: RunFolder, name: str) -> Path:
     raise UserError(
         "checkpoint", name, f"best, last or a step with a checkpoint ({have})", "choose one"
     )
-
-
-def _accept_length(evals: list[dict[str, Any]], snapshot: Path) -> float:
-    step = int(snapshot.name.removeprefix("step_"))
-    found = [
-        e["report"]["reports"][0]["domains"]["all"]["accept_length"]
-        for e in evals
-        if e["step"] == step
-    ]
-    return max(found, default=0.0)
 
 
 def _run_path(run: str) -> Path:

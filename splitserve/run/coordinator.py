@@ -58,7 +58,6 @@ class CoordinatorOptions:
     max_drop_fraction: float
     max_restarts: int
     heartbeat_timeout_seconds: float
-    start_timeout_seconds: float
 
 
 @dataclass

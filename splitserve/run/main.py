@@ -100,10 +100,9 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         max_drop_fraction=settings.data.max_drop_fraction,
         max_restarts=settings.engine.max_restarts,
         heartbeat_timeout_seconds=settings.layout.heartbeat_timeout_seconds,
-        start_timeout_seconds=settings.engine.start_timeout_seconds,
     )
     workers = _Workers(settings, folder, plan, ring, str(last or ""))
-    evaluations = Evaluations(_best_so_far(folder))
+    evaluations = Evaluations(best_so_far(folder))
     try:
         with Display(console, f"SplitServe  {settings.recipe}  {folder.path}") as display:
             return Coordinator(
@@ -122,7 +121,7 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         ring.close()
 
 
-def _best_so_far(folder: RunFolder) -> Best | None:
+def best_so_far(folder: RunFolder) -> Best | None:
     """The best draft of the run's earlier life, if its snapshot is still there."""
     found = [
         Best(row["step"], accept_length_of(row["report"]), str(path))
@@ -219,7 +218,7 @@ def _finish(
     settings: RunSettings, folder: RunFolder, plan: Plan, outcome: Outcome, console: Console
 ) -> None:
     """Export the best draft, check the export, and say what came out of the run."""
-    best = _best_so_far(folder)
+    best = best_so_far(folder)
     if best is None or outcome.final_report is None:
         raise RunFailed(f"no draft was measured; see {folder.logs}")
     export_draft(Path(best.path), folder.export)
