@@ -4,6 +4,7 @@ import pytest
 from chat_tokenizer import CHATML, TokenizerMaker
 from transformers import PreTrainedTokenizerFast
 
+from splitserve.data.encode import Encoder
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.data.render import ChatRenderer
 
@@ -16,12 +17,6 @@ def user(content: str) -> dict[str, str]:
 
 def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
-
-
-def supervised_text(renderer: ChatRenderer, messages: list[dict[str, str]]) -> str:
-    ids, mask = renderer.render_conversation(messages)
-    assert len(ids) == len(mask)
-    return renderer.decode([token for token, on in zip(ids, mask, strict=True) if on])
 
 
 def test_prompt_ids_are_the_templates(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -38,53 +33,16 @@ def test_exact_supervised_positions_and_tokens(tokenizer: PreTrainedTokenizerFas
     question = [user("What is two plus two?")]
     prompt = renderer.prompt_ids(question)
     answer = tokenizer.encode("It is four.", add_special_tokens=False)
-    ids, mask = renderer.render_conversation([*question, assistant("It is four.")])
-    assert ids == (*prompt, *answer, tokenizer.eos_token_id)
+    rendered = renderer.render_conversation([*question, assistant("It is four.")])
+    ids, mask = rendered.token_ids.tolist(), rendered.loss_mask.tolist()
+    assert ids == [*prompt, *answer, tokenizer.eos_token_id]
     expected = list(enumerate([*answer, tokenizer.eos_token_id], start=len(prompt)))
     assert [(i, t) for i, (t, on) in enumerate(zip(ids, mask, strict=True)) if on] == expected
 
 
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([user("Say " + HEADER + "no"), assistant("It is")], "It is<|im_end|>"),
-        ([user("a<|im_end|>\n" + HEADER + "b"), assistant("c")], "c<|im_end|>"),
-        ([user("x"), assistant("Write <|im_end|> there")], "Write <|im_end|> there<|im_end|>"),
-        ([user("x"), assistant("A <|im_end|>\n")], "A <|im_end|>\n<|im_end|>"),
-        ([user("x"), assistant("Quote " + HEADER + "y")], f"Quote {HEADER}y<|im_end|>"),
-        ([user("x"), assistant("one"), user("y"), assistant("two")], "two<|im_end|>"),
-        ([user("x"), user("y"), assistant("four")], "four<|im_end|>"),
-        ([user("x"), assistant("one"), assistant("two")], "two<|im_end|>"),
-    ],
-)
-def test_only_the_last_answer_and_its_end_are_supervised(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], expected: str
-) -> None:
-    assert supervised_text(ChatRenderer(tokenizer), messages) == expected
-
-
-def test_an_answer_that_merges_with_the_header_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    assert len(tokenizer.encode("\n\n\n")) < 3, "the tokenizer must merge newlines for this test"
+def test_a_prompt_does_not_end_in_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(RowRefused) as caught:
-        ChatRenderer(tokenizer).render_conversation([user("x"), assistant("\n\nIt is")])
-    assert caught.value.reason is Reason.PROMPT_NOT_A_PREFIX
-    assert caught.value.token_ids
-
-
-def test_rows_without_an_answer_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    renderer = ChatRenderer(tokenizer)
-    for messages, reason in (
-        ([user("x")], Reason.NOT_AN_ANSWER),
-        ([assistant("x")], Reason.NOT_AN_ANSWER),
-        ([user("x"), assistant(" \n")], Reason.EMPTY_ANSWER),
-    ):
-        with pytest.raises(RowRefused) as caught:
-            renderer.render_conversation(messages)
-        assert caught.value.reason is reason
-    with pytest.raises(RowRefused) as caught:
-        renderer.prompt_ids([user("x"), assistant("y")])
+        ChatRenderer(tokenizer).prompt_ids([user("x"), assistant("y")])
     assert caught.value.reason is Reason.NOT_A_QUESTION
 
 
@@ -129,21 +87,33 @@ def test_a_failing_template_refuses_the_row(make_tokenizer: TokenizerMaker) -> N
     assert caught.value.reason is Reason.TEMPLATE_ERROR
 
 
-def test_a_template_without_an_end_of_turn_cannot_take_answers(
+def test_without_an_end_of_turn_the_answer_alone_is_supervised(
     make_tokenizer: TokenizerMaker,
 ) -> None:
-    plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
-    renderer = ChatRenderer(make_tokenizer(plain))
-    with pytest.raises(ValueError, match="closes an assistant turn"):
-        renderer.render_conversation([user("x"), assistant("y")])
+    plain = "{% for m in messages %}{{ m['role'] + ':\\n' + m['content'] + '\\n' }}{% endfor %}"
+    tokenizer = make_tokenizer(plain)
+    rendered = ChatRenderer(tokenizer).render_conversation([user("x"), assistant("four")])
+    assert tokenizer.decode(rendered.token_ids[rendered.loss_mask]) == "four"
 
 
-def test_an_answer_that_the_template_rewrites_at_its_end_is_refused(
+def test_a_tokenizer_without_places_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    class Slow:
+        name_or_path = "slow"
+        is_fast = False
+
+    with pytest.raises(ValueError, match=r"tokenizer 'slow'.*tokenizer\.json"):
+        Encoder(Slow())  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_changes_text_by_itself_is_refused(
     make_tokenizer: TokenizerMaker,
 ) -> None:
-    odd = CHATML.replace(
-        "{% endfor %}", "{% if 'odd' in m['content'] %}{{ 'more' }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(RowRefused) as caught:
-        ChatRenderer(make_tokenizer(odd)).render_conversation([user("x"), assistant("odd")])
-    assert caught.value.reason is Reason.ANSWER_END_MERGED
+    tokenizer = make_tokenizer()
+
+    class Prefixed(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: str, **kwargs: object) -> object:
+            return super().__call__("!" + text, **kwargs)
+
+    tokenizer.__class__ = Prefixed
+    with pytest.raises(ValueError, match="places of its tokens are unknown"):
+        Encoder(tokenizer)

@@ -1,0 +1,521 @@
+"""Masks against what each template's oracle says, token by token."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from chat_templates import FAMILIES, Family, Pieces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from splitserve.data.conversation import parse_row
+from splitserve.data.refusal import Reason, RowRefused
+from splitserve.data.render import ChatRenderer, Rendered
+from splitserve.target.prepare import default_cache_dir
+
+Row = dict[str, Any]
+
+
+def user(content: Any) -> Row:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> Row:
+    return {"role": "assistant", "content": content, **more}
+
+
+def call(name: str, **arguments: Any) -> Row:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@functools.cache
+def renderer_of(
+    name: str, generation: bool = False
+) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
+    tokenizer = FAMILIES[name].tokenizer(generation)
+    return tokenizer, ChatRenderer(tokenizer)
+
+
+@functools.cache
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE's letters for bytes, taken from the tokenizer one byte at a time."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    table = {}
+    for byte in range(128):
+        table[level.pre_tokenize_str(chr(byte))[0][0]] = byte
+    for first, second in itertools.product(range(0xC2, 0xE0), range(0x80, 0xC0)):
+        letters = level.pre_tokenize_str(bytes((first, second)).decode())[0][0]
+        table |= {letters[0]: first, letters[1]: second}
+    for text in (
+        "\u0800",
+        "\u4e2d",
+        "\uac00",
+        "\uff08",
+        "\U0001f600",
+        "\U00050000",
+        "\U000f0000",
+        "\U00100000",
+    ):
+        letters = level.pre_tokenize_str(text)[0][0]
+        table |= dict(zip(letters, text.encode(), strict=True))
+    for first in range(0xE0, 0xF0):
+        text = bytes((first, 0xA0 if first == 0xE0 else 0x80, 0x80))
+        if first != 0xED:
+            letters = level.pre_tokenize_str(text.decode())[0][0]
+            table |= dict(zip(letters, text, strict=True))
+    return table
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    added = tokenizer.added_tokens_decoder
+    if token in added:
+        return added[token].content.encode()
+    table = _bytes_of_characters()
+    return bytes(table[c] for c in tokenizer.convert_ids_to_tokens(token))
+
+
+def expected_mask(tokenizer: PreTrainedTokenizerBase, ids: list[int], pieces: Pieces) -> list[bool]:
+    """A token is supervised if all of its bytes are, by the lengths of the tokens alone."""
+    supervised = b"".join(bytes([on]) * len(text.encode()) for text, on in pieces)
+    mask, place = [], 0
+    for token in ids:
+        size = len(token_bytes(tokenizer, token))
+        mask.append(size > 0 and all(supervised[place : place + size]))
+        place += size
+    assert place == len(supervised), "the tokens do not cover the text"
+    return mask
+
+
+def check(
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: ChatRenderer,
+    messages: list[Row],
+    pieces: Pieces,
+    tools: list[Row] | None = None,
+) -> Rendered:
+    """Compare ids with the tokenizer's own, and the mask with the oracle's."""
+    conversation = parse_row({"messages": messages, "tools": tools}, "a", "d")
+    text = tokenizer.apply_chat_template(
+        [{**m, "content": m["content"] or ""} for m in messages], tools=tools, tokenize=False
+    )
+    assert text == "".join(piece for piece, _ in pieces), "the oracle does not know the template"
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    rendered = renderer.render_conversation(conversation.messages, conversation.tools)
+    mask = expected_mask(tokenizer, whole, pieces)
+    length = max(i for i, on in enumerate(mask) if on) + 1
+    assert rendered.token_ids.tolist() == whole[:length]
+    assert rendered.loss_mask.tolist() == mask[:length]
+    return rendered
+
+
+# --- random conversations ------------------------------------------------------------------------
+
+MARKERS = sorted({s for f in FAMILIES.values() for s in f.special})
+FRAGMENTS = st.sampled_from(
+    [
+        *MARKERS, "<|im_start|>assistant\n", "<|head|>assistant<|/head|>\n\n", "<turn>model\n",
+        "[/INST] ", "\n", "\n\n", "\r\n", " ", "  ", "two", " plus", "It is four.", "a",
+        "\u00e9", "e\u0301", "\u4e2d\u6587", "\U0001f600", "\ufb01", "\u200d", "<tool_call>",
+        "{{ 1 }}", "{% endfor %}", '{"a": 1}', "\u2028", "assistant", "\t", "\x00",
+    ]
+)  # fmt: skip
+TEXTS = st.lists(FRAGMENTS, max_size=5).map("".join)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, family: Family) -> list[Row]:
+    count = draw(st.integers(1, 6))
+    if family.alternates:
+        roles = list(itertools.islice(itertools.cycle(("user", "assistant")), count + 1))
+        if draw(st.booleans()):
+            roles.insert(0, "system")
+    else:
+        roles = [draw(st.sampled_from(family.roles[1:])) for _ in range(count)]
+        if draw(st.booleans()):
+            roles.insert(0, "system")
+        roles.insert(draw(st.integers(1, len(roles))), "assistant")
+    messages = []
+    for role in roles:
+        message: Row = {"role": role, "content": draw(TEXTS)}
+        if role == "assistant" and family.name == "chatml_tools":
+            if draw(st.booleans()):
+                message["reasoning_content"] = draw(TEXTS)
+            if draw(st.booleans()):
+                names = draw(st.lists(st.sampled_from(["look", "add"]), min_size=1, max_size=2))
+                message["tool_calls"] = [call(n, text=draw(TEXTS), number=3) for n in names]
+        messages.append(message)
+    return messages
+
+
+@pytest.mark.parametrize("generation", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_conversations(name: str, generation: bool, data: st.DataObject) -> None:
+    family = FAMILIES[name]
+    tokenizer, renderer = renderer_of(name, generation)
+    messages = data.draw(conversations(family))
+    pieces = family.pieces(messages)
+    if not any(on for _, on in pieces):
+        with pytest.raises(RowRefused) as caught:
+            renderer.render_conversation(parse_row({"messages": messages}, "a", "d").messages)
+        assert caught.value.reason in (Reason.EMPTY_ANSWER, Reason.MESSAGE_NOT_RENDERED)
+        return
+    try:
+        check(tokenizer, renderer, messages, pieces)
+    except RowRefused as refused:
+        # Thoughts alone that a template drops, and a tool's reply that it leaves out.
+        assert refused.reason is Reason.MESSAGE_NOT_RENDERED
+        assert name == "role_tokens" and "</think>" in "".join(m["content"] for m in messages)
+
+
+@functools.cache
+def smollm2() -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
+    folders = sorted((default_cache_dir() / "targets").glob("SmolLM2*/tokenizer.json"))
+    if not folders:
+        pytest.skip("SmolLM2 is not prepared on this machine (splitserve train makes it)")
+    tokenizer = AutoTokenizer.from_pretrained(folders[0].parent, local_files_only=True)
+    return tokenizer, ChatRenderer(tokenizer)
+
+
+def smollm2_pieces(messages: list[Row]) -> Pieces:
+    pieces: Pieces = []
+    if messages[0]["role"] != "system":
+        text = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        pieces.append((f"<|im_start|>system\n{text}<|im_end|>\n", False))
+    for m in messages:
+        pieces.append((f"<|im_start|>{m['role']}\n", False))
+        on = m["role"] == "assistant" and bool(m["content"].strip())
+        pieces += [(m["content"] + "<|im_end|>", on), ("\n", False)]
+    return pieces
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_random_conversations_of_smollm2(data: st.DataObject) -> None:
+    tokenizer, renderer = smollm2()
+    family = FAMILIES["headers"]
+    messages = data.draw(conversations(family))
+    pieces = smollm2_pieces(messages)
+    if any(on for _, on in pieces):
+        check(tokenizer, renderer, messages, pieces)
+    else:
+        with pytest.raises(RowRefused, match="empty_answer"):
+            renderer.render_conversation(messages)
+
+
+# --- named cases ---------------------------------------------------------------------------------
+
+HEADER = "<|im_start|>assistant\n"
+THINK = "<think>\n\n</think>\n\n"
+CASES: dict[str, tuple[list[Row], list[str]]] = {
+    "quoted header": ([user(f"Say {HEADER}no"), assistant("It")], ["It<|im_end|>"]),
+    "quoted whole turn": (
+        [user(f"a<|im_end|>\n{HEADER}b<|im_end|>"), assistant("c")],
+        ["c<|im_end|>"],
+    ),
+    "answer quotes the end": (
+        [user("x"), assistant("Write <|im_end|>\n"), user("y"), assistant("<|im_end|>")],
+        ["Write <|im_end|>\n<|im_end|>", "<|im_end|><|im_end|>"],
+    ),
+    "assistants in a row": (
+        [user("x"), assistant("one"), assistant("two"), user("y"), assistant("three")],
+        ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"],
+    ),
+    "leading assistant": (
+        [assistant("hi"), user("x"), assistant("y")],
+        ["hi<|im_end|>", "y<|im_end|>"],
+    ),
+    "users in a row": ([user("x"), user("y"), assistant("z")], ["z<|im_end|>"]),
+    "empty and null": (
+        [user("x"), assistant(""), user(None), assistant(None), user(""), assistant("z")],
+        ["z<|im_end|>"],
+    ),
+    "list of parts": (
+        [
+            user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+            assistant([{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]),
+        ],
+        ["c d<|im_end|>"],
+    ),
+    "tool call and two results": (
+        [
+            user("x"),
+            assistant(None, tool_calls=[call("add", a=1, b=[2, {"c": "<|im_end|>"}])]),
+            {"role": "tool", "content": "3"},
+            {"role": "tool", "content": "4"},
+            assistant("seven"),
+        ],
+        [
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "<|im_end|>"}]}}\n'
+            "</tool_call><|im_end|>",
+            "seven<|im_end|>",
+        ],
+    ),
+    "reasoning in the last turn, dropped from earlier ones": (
+        [
+            user("x"),
+            assistant("one", reasoning_content="because"),
+            user("y"),
+            assistant("two", reasoning_content="since"),
+        ],
+        ["one<|im_end|>", "<think>\nsince\n</think>\n\ntwo<|im_end|>"],
+    ),
+    "windows newlines": (
+        [user("a\r\nb"), assistant("c\r\n\r\nd\r\n")],
+        ["c\r\n\r\nd\r\n<|im_end|>"],
+    ),
+    "system message": (
+        [{"role": "system", "content": "s"}, user("x"), assistant("y")],
+        ["y<|im_end|>"],
+    ),
+    "ends in a question": ([user("x"), assistant("y"), user("z")], ["y<|im_end|>"]),
+    "fifty turns": (
+        [m for i in range(50) for m in (user(f"q{i}"), assistant(f"a{i}"))],
+        [f"a{i}<|im_end|>" for i in range(50)],
+    ),
+    "thirty thousand characters": (
+        [user("x"), assistant("four plus " * 3000)],
+        ["four plus " * 3000 + "<|im_end|>"],
+    ),
+}
+
+
+def spans(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> list[str]:
+    """The text of each supervised run of tokens."""
+    runs: list[list[int]] = []
+    before = False
+    for token, on in zip(rendered.token_ids.tolist(), rendered.loss_mask.tolist(), strict=True):
+        if on and not before:
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+        before = on
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+@pytest.mark.parametrize("generation", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_supervised_spans(case: str, generation: bool) -> None:
+    messages, expected = CASES[case]
+    tokenizer, renderer = renderer_of("chatml_tools", generation)
+    row = parse_row({"messages": messages}, "a", "d")
+    rendered = renderer.render_conversation(row.messages)
+    assert spans(tokenizer, rendered) == expected
+    assert rendered.num_merged_starts == 0
+
+
+def test_the_templates_empty_thought_is_not_the_answer() -> None:
+    tokenizer, renderer = renderer_of("chatml_tools")
+    rendered = renderer.render_conversation([user("x"), assistant("y")])
+    text = tokenizer.decode(rendered.token_ids.tolist(), skip_special_tokens=False)
+    assert text.endswith(f"{HEADER}{THINK}y<|im_end|>")
+    assert spans(tokenizer, rendered) == ["y<|im_end|>"]
+
+
+def test_thinking_off_moves_the_prompt_and_not_the_answer() -> None:
+    tokenizer, _ = renderer_of("chatml_tools")
+    renderer = ChatRenderer(tokenizer, {"enable_thinking": False})
+    prompt = tokenizer.decode(renderer.prompt_ids([user("x")]), skip_special_tokens=False)
+    assert prompt.endswith(HEADER + THINK)
+    for answer in ("y", "\n\ny"):
+        rendered = renderer.render_conversation([user("x"), assistant(answer)])
+        assert spans(tokenizer, rendered)[0].strip() == "y<|im_end|>"
+
+
+def test_thoughts_inside_the_content_are_the_answers() -> None:
+    tokenizer, renderer = renderer_of("headers")
+    text = "<think>\nhm\n</think>\n\nyes"
+    rendered = renderer.render_conversation([user("x"), assistant(text)])
+    assert spans(tokenizer, rendered) == [text + "<|eot|>"]
+    tokenizer, renderer = renderer_of("role_tokens")
+    rendered = renderer.render_conversation([user("x"), assistant("<think>hm</think>yes")])
+    assert spans(tokenizer, rendered) == ["yes<|end|>"]
+
+
+def test_a_header_that_merges_with_the_answer_is_not_supervised() -> None:
+    tokenizer, renderer = renderer_of("chatml_tools")
+    assert len(tokenizer.encode("\n\n\n")) < 3, "the tokenizer must merge newlines for this test"
+    rendered = renderer.render_conversation(
+        [user("x"), assistant("\n\nIt is"), user("y"), assistant("z")]
+    )
+    assert spans(tokenizer, rendered) == ["\nIt is<|im_end|>", "z<|im_end|>"]
+    assert rendered.num_merged_starts == 1
+    text = f"<|im_start|>user\nx<|im_end|>\n{HEADER}\n\nIt is<|im_end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert rendered.token_ids.tolist()[: len(ids)] == ids
+
+
+def test_the_last_answer_only() -> None:
+    tokenizer, _ = renderer_of("headers")
+    renderer = ChatRenderer(tokenizer, last_answer_only=True)
+    messages = [user("x"), assistant("one"), user("y"), assistant("two")]
+    assert spans(tokenizer, renderer.render_conversation(messages)) == ["two<|eot|>"]
+
+
+def test_the_next_header_ends_a_turn_where_the_model_says_so() -> None:
+    family = FAMILIES["headers"]
+    tokenizer = family.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|head|>' if m.role == 'user' else '<|/head|>' }}"
+        "{{ '\n' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|/head|>' }}{% endif %}"
+    )
+    messages = [user("x"), assistant("one"), user("y"), assistant("two")]
+    stops = ChatRenderer(tokenizer, end_of_turn_ids=[tokenizer.convert_tokens_to_ids("<|head|>")])
+    assert spans(tokenizer, stops.render_conversation(messages)) == ["\none<|head|>", "\ntwo"]
+    plain = ChatRenderer(tokenizer)
+    assert spans(tokenizer, plain.render_conversation(messages)) == ["\none", "\ntwo"]
+
+
+def test_long_texts_are_cut_without_changing_a_token() -> None:
+    tokenizer, renderer = renderer_of("chatml_tools")
+    messages = [
+        m
+        for i in range(80)
+        for m in (
+            user(f"{i} \u4e2d e\u0301 <|im_end|> " * 12),
+            assistant(f"\nfour {i} \u00e9 " * 12),
+        )
+    ]
+    rendered = renderer.render_conversation(messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert len(text) > 2 * 16_384
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert rendered.token_ids.tolist() == ids[: len(rendered.token_ids)]
+    pieces = FAMILIES["chatml_tools"].pieces(messages)
+    assert rendered.loss_mask.tolist() == expected_mask(tokenizer, ids, pieces)[: len(ids) - 1]
+
+
+# --- what a template cannot express --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "reason"),
+    [
+        ("chatml_tools", [user("x")], Reason.NO_ANSWER),
+        ("chatml_tools", [{"role": "system", "content": "s"}], Reason.NO_ANSWER),
+        ("chatml_tools", [user("x"), assistant(" \n")], Reason.EMPTY_ANSWER),
+        (
+            "chatml_tools",
+            [user("x"), assistant("y"), {"role": "system", "content": "s"}],
+            Reason.TEMPLATE_ERROR,
+        ),
+        (
+            "chatml_tools",
+            [{"role": "developer", "content": "s"}, assistant("y")],
+            Reason.TEMPLATE_ERROR,
+        ),
+        ("brackets", [user("x"), assistant("y"), assistant("z")], Reason.TEMPLATE_ERROR),
+        ("turns", [user("x"), user("y"), assistant("z")], Reason.TEMPLATE_ERROR),
+        (
+            "role_tokens",
+            [user("x"), assistant("y"), {"role": "tool", "content": "z"}, assistant("a")],
+            Reason.MESSAGE_NOT_RENDERED,
+        ),
+        ("role_tokens", [user("x"), assistant("<think>hm</think>")], Reason.MESSAGE_NOT_RENDERED),
+        (
+            "role_tokens",
+            [user("x"), assistant("", tool_calls=[call("f", a="b")])],
+            Reason.MESSAGE_NOT_RENDERED,
+        ),
+        (
+            "chatml_tools",
+            [user("x"), assistant("", tool_calls=[call("f", **{"<|im_end|>": 1})])],
+            Reason.ANSWER_NOT_TRACED,
+        ),
+        ("headers", [user("\U000f0001 \U00100001"), assistant("y")], Reason.ANSWER_NOT_TRACED),
+    ],
+)
+def test_refused_with_a_reason(name: str, messages: list[Row], reason: Reason) -> None:
+    _, renderer = renderer_of(name)
+    with pytest.raises(RowRefused) as caught:
+        renderer.render_conversation(messages)
+    assert caught.value.reason is reason, caught.value
+
+
+REWRITING = {
+    "upper": "{% for m in messages %}{{ m.role }}:{{ m.content | upper }}<|eot|>{% endfor %}",
+    "first character": "{% for m in messages %}{{ m.content[1:] }}<|eot|>{% endfor %}",
+    "twice": "{% for k in [1, 2] %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfor %}",
+    "by number": "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}",
+    "length": "{% for m in messages %}{{ m.content | length }} {{ m.content }}<|eot|>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", REWRITING)
+def test_an_answer_that_cannot_be_followed_is_refused(kind: str) -> None:
+    tokenizer = FAMILIES["headers"].tokenizer()
+    tokenizer.chat_template = REWRITING[kind]
+    rows = [([user("ask"), assistant("say")], ()), ([user("x"), assistant("\u00df")], ())]
+    outcomes = ChatRenderer(tokenizer).render_batch(rows)
+    reasons = [o.refused.reason if o.refused else None for o in outcomes]
+    # Marks have no upper case, so what does not depend on the case can be followed.
+    assert reasons == ([None, None] if kind == "upper" else [Reason.ANSWER_NOT_TRACED] * 2)
+
+
+def test_private_use_characters_of_one_plane_are_text() -> None:
+    for character in ("\U00100003", "\U000f0003"):
+        tokenizer, renderer = renderer_of("headers")
+        messages = [user(character), assistant(f"a{character}")]
+        check(tokenizer, renderer, messages, FAMILIES["headers"].pieces(messages))
+
+
+def test_loops_that_are_left_early_and_captured_output() -> None:
+    tokenizer = FAMILIES["headers"].tokenizer()
+    tokenizer.chat_template = (
+        "{% macro turn(m) %}{{ '<|head|>' ~ m.role ~ '<|/head|>' ~ m.content ~ '<|eot|>' }}"
+        "{% endmacro %}{% set text %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ turn(m) }}{% continue %}{% endif %}{{ turn(m) }}"
+        "{% if m.content == 'stop' %}{% break %}{% endif %}{% endfor %}{% endset %}{{ text }}"
+        "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>' }}{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    rendered = renderer.render_conversation([user("a"), assistant("b"), user("c"), assistant("d")])
+    assert spans(tokenizer, rendered) == ["b<|eot|>", "d<|eot|>"]
+
+
+def test_tools_reach_the_template() -> None:
+    tokenizer, renderer = renderer_of("chatml_tools")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"x": "y"}}}]
+    messages = [user("x"), assistant("y", tool_calls=[call("add", a="b")])]
+    check(tokenizer, renderer, messages, FAMILIES["chatml_tools"].pieces(messages, tools), tools)
+    asked = tokenizer.decode(renderer.prompt_ids([user("x")], tools), skip_special_tokens=False)
+    assert '{"name": "add", "parameters": {"x": "y"}}' in asked
+
+
+def test_a_batch_keeps_its_order_and_its_refusals() -> None:
+    _, renderer = renderer_of("headers")
+    good, bad = [user("x"), assistant("y")], [user("x")]
+    outcomes = renderer.render_batch([(good, ()), (bad, ()), (good, ())])
+    assert [o.refused.reason if o.refused else None for o in outcomes] == [
+        None,
+        Reason.NO_ANSWER,
+        None,
+    ]
+    first, third = outcomes[0].unwrap(), outcomes[2].unwrap()
+    assert first.token_ids.tolist() == third.token_ids.tolist()
+    with pytest.raises(RowRefused):
+        outcomes[1].unwrap()
+
+
+def test_cost_is_linear() -> None:
+    """Renderings per conversation do not grow with its turns."""
+    tokenizer = FAMILIES["headers"].tokenizer()
+    renderer = ChatRenderer(tokenizer)
+    renderer.render_conversation([user("x"), assistant("y")])
+    calls = []
+    apply = tokenizer.apply_chat_template
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args[0]))
+        return apply(*args, **kwargs)
+
+    tokenizer.apply_chat_template = counted  # type: ignore[method-assign]
+    renderer.render_conversation([m for _ in range(64) for m in (user("x"), assistant("y"))])
+    assert calls == [128]
