@@ -218,7 +218,10 @@ class ChatRenderer:
             flat = not self._list_content or row["role"] == "tool"
             if not isinstance(content, str) and flat:
                 content = plain_text({"content": content})
-            rows.append({**row, "content": content})
+            row["content"] = content
+            if calls := row.get("tool_calls"):
+                row["tool_calls"] = [_endpoint_call(call) for call in calls]
+            rows.append(row)
         if self._system_prompt is not None and rows[0]["role"] != "system":
             rows.insert(0, {"role": "system", "content": self._system_prompt})
         return rows
@@ -227,13 +230,13 @@ class ChatRenderer:
         self, rows: list[Message], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
     ) -> tuple[str, str, dict[str, Any]]:
         """The rendered text, the template's source and the variables that it was given."""
-        wrapped = [dict(tool) for tool in tools] or None
+        wrapped = [_endpoint_tool(tool) for tool in tools] or None
         try:
             return self._apply(rows, wrapped, add_generation_prompt)
         except _TEMPLATE_ERRORS as error:
             if wrapped:
                 # Some templates want tools without OpenAI's wrapping; the endpoint tries that next.
-                bare = [tool.get("function", tool) for tool in wrapped]
+                bare = [tool["function"] for tool in wrapped]
                 try:
                     return self._apply(rows, bare, add_generation_prompt)
                 except _TEMPLATE_ERRORS:
@@ -344,6 +347,28 @@ class Outcome:
             raise self.refused
         assert self.rendered is not None, "a row was neither rendered nor refused"
         return self.rendered
+
+
+def _endpoint_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call with the fields that the endpoint gives every one.
+
+    Source: sglang 0.5.23, srt/entrypoints/openai/protocol.py, ToolCall.
+    """
+    return {"id": call.get("id"), "index": None, "type": "function", "function": call["function"]}
+
+
+def _endpoint_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that the endpoint gives every one; the function's own order stays.
+
+    Source: sglang 0.5.23, srt/entrypoints/openai/protocol.py, Tool and Function.
+    """
+    given = tool.get("function", tool)
+    known = ("description", "name", "parameters", "strict", "defer_loading")
+    optional = known[3:]
+    function = {k: v for k, v in given.items() if k in known and (k not in optional or v is not None)}
+    for key in known[:3]:
+        function.setdefault(key, None)
+    return {"type": tool.get("type", "function"), "function": function, "defer_loading": None}
 
 
 def _masked(encoded: Encoded, spans: Sequence[tuple[int, int, int]]) -> Rendered:

@@ -482,11 +482,12 @@ def test_loops_that_are_left_early_and_captured_output() -> None:
 
 def test_tools_reach_the_template() -> None:
     tokenizer, renderer = renderer_of("chatml_tools")
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"x": "y"}}}]
+    function = {"name": "add", "parameters": {"x": "y"}, "description": None}
+    tools = [{"type": "function", "function": function, "defer_loading": None}]
     messages = [user("x"), assistant("y", tool_calls=[call("add", a="b")])]
     check(tokenizer, renderer, messages, FAMILIES["chatml_tools"].pieces(messages, tools), tools)
     asked = tokenizer.decode(renderer.prompt_ids([user("x")], tools), skip_special_tokens=False)
-    assert '{"name": "add", "parameters": {"x": "y"}}' in asked
+    assert '{"name": "add", "parameters": {"x": "y"}, "description": null}' in asked
 
 
 def test_a_batch_keeps_its_order_and_its_refusals() -> None:
