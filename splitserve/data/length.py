@@ -1,0 +1,234 @@
+"""Documents of tokens: cut to a length, packed into rows, put into buckets of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from splitserve.data.refusal import Reason, RowRefused
+from splitserve.errors import UserError
+
+OPEN_ROWS = 64
+"""Rows that packing keeps open for documents still to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One row of data as tokens.
+
+    token_ids is int64 [S]; loss_mask is bool [S].
+    """
+
+    id: str
+    domain: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    num_whole: int
+    """Tokens before anything was cut off."""
+    num_whole_supervised: int
+    """Supervised tokens before anything was cut off."""
+
+    @property
+    def truncated(self) -> bool:
+        return len(self.token_ids) < self.num_whole
+
+
+def supervised_spans(loss_mask: np.ndarray) -> np.ndarray:
+    """Begin and end of each run of supervised tokens.
+
+    With the mask 0 1 1 0 1 they are (1, 3) and (4, 5).
+
+    Args:
+        loss_mask: bool [S].
+
+    Returns:
+        int64 [N, 2], ascending.
+    """
+    padded = np.zeros(len(loss_mask) + 2, dtype=np.int8)
+    padded[1:-1] = loss_mask
+    return np.flatnonzero(np.diff(padded)).reshape(-1, 2)
+
+
+def num_anchor_places(loss_mask: np.ndarray) -> int:
+    """Positions p of a document where p and p+1 are both supervised; loss_mask is bool [S]."""
+    return int(np.count_nonzero(loss_mask[:-1] & loss_mask[1:]))
+
+
+def limit(
+    name: str, domain: str, token_ids: np.ndarray, loss_mask: np.ndarray, max_tokens: int
+) -> Document:
+    """A document of at most `max_tokens`, of which something can be learned.
+
+    What is too long loses its end. The cut falls behind the last supervised span that fits whole;
+    only where none does, it goes through a span.
+
+    Args:
+        token_ids: int64 [S].
+        loss_mask: bool [S].
+
+    Raises:
+        RowRefused: no_anchor or prompt_too_long.
+    """
+    assert len(token_ids) == len(loss_mask), f"{name}: {len(token_ids)} ids, {len(loss_mask)} mask"
+    supervised = int(np.count_nonzero(loss_mask))
+    if not num_anchor_places(loss_mask):
+        raise RowRefused(
+            Reason.NO_ANCHOR,
+            f"{supervised} of {len(token_ids)} tokens are supervised, no two of them neighbours",
+            token_ids=token_ids.tolist(),
+            loss_mask=loss_mask.tolist(),
+        )
+    stop = len(token_ids)
+    if stop > max_tokens:
+        spans = supervised_spans(loss_mask)
+        # A single token has no anchor, so a cut behind it alone would leave nothing to learn.
+        fits = spans[(spans[:, 1] <= max_tokens)]
+        whole = bool((fits[:, 1] - fits[:, 0] >= 2).any())
+        stop = int(fits[-1, 1]) if whole else max_tokens
+        if not num_anchor_places(loss_mask[:stop]):
+            raise RowRefused(
+                Reason.PROMPT_TOO_LONG,
+                f"no two supervised tokens lie within the first {max_tokens} of "
+                f"{len(token_ids)} (data.max_tokens)",
+                token_ids=token_ids.tolist(),
+                loss_mask=loss_mask.tolist(),
+            )
+    return Document(name, domain, token_ids[:stop], loss_mask[:stop], len(token_ids), supervised)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Several documents in one row, one after the other.
+
+    With documents of 3 and 2 tokens in a row of 6: position_ids 0 1 2 0 1 0, document_ids
+    0 0 0 1 1 -1, boundaries 0 3 5. A token may attend to tokens of its own document only, and an
+    anchor and its labels lie in one document.
+
+    token_ids int64 [S], 0 where there is no document; loss_mask bool [S]; position_ids int64 [S],
+    counted from each document's first token; document_ids int64 [S], -1 for padding; boundaries
+    int64 [D+1]; names one id a document.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray
+    document_ids: np.ndarray
+    boundaries: np.ndarray
+    names: tuple[str, ...]
+
+    def anchor_places(self) -> np.ndarray:
+        """Where an anchor may stand: it and the next token are supervised, in one document.
+
+        Returns:
+            int64 [N], ascending.
+        """
+        same = self.document_ids[:-1] == self.document_ids[1:]
+        return np.flatnonzero(self.loss_mask[:-1] & self.loss_mask[1:] & same)
+
+
+def pack(documents: Iterable[Document], row_tokens: int) -> Iterator[PackedRow]:
+    """Put documents together into rows of `row_tokens`, each document whole and in one row.
+
+    A document goes into the fullest open row that has room for it. The outcome follows from the
+    order of the documents alone; at most OPEN_ROWS rows are held at once.
+
+    Raises:
+        UserError: a document is longer than a row.
+    """
+    rows: list[list[Document]] = []
+    room: list[int] = []
+    for document in documents:
+        size = len(document.token_ids)
+        if size > row_tokens:
+            raise UserError(
+                "data.pack_tokens",
+                row_tokens,
+                f"{size} or more, the length of {document.id!r}",
+                "raise it, or lower data.max_tokens",
+            )
+        fitting = [k for k, free in enumerate(room) if free >= size]
+        if fitting:
+            place = min(fitting, key=lambda k: room[k])
+        else:
+            if len(rows) == OPEN_ROWS:
+                fullest = min(range(len(rows)), key=lambda k: room[k])
+                room.pop(fullest)
+                yield _packed(rows.pop(fullest), row_tokens)
+            place = len(rows)
+            rows.append([])
+            room.append(row_tokens)
+        rows[place].append(document)
+        room[place] -= size
+        if room[place] == 0:
+            room.pop(place)
+            yield _packed(rows.pop(place), row_tokens)
+    for row in rows:
+        yield _packed(row, row_tokens)
+
+
+def _packed(documents: Sequence[Document], row_tokens: int) -> PackedRow:
+    sizes = np.array([len(d.token_ids) for d in documents], dtype=np.int64)
+    boundaries = np.concatenate(([0], np.cumsum(sizes)))
+    token_ids = np.zeros(row_tokens, dtype=np.int64)
+    loss_mask = np.zeros(row_tokens, dtype=bool)
+    position_ids = np.zeros(row_tokens, dtype=np.int64)
+    document_ids = np.full(row_tokens, -1, dtype=np.int64)
+    for k, document in enumerate(documents):
+        part = slice(boundaries[k], boundaries[k + 1])
+        token_ids[part] = document.token_ids
+        loss_mask[part] = document.loss_mask
+        position_ids[part] = np.arange(sizes[k])
+        document_ids[part] = k
+    names = tuple(d.id for d in documents)
+    return PackedRow(token_ids, loss_mask, position_ids, document_ids, boundaries, names)
+
+
+def bucket_edges(max_tokens: int, smallest: int = 128) -> tuple[int, ...]:
+    """Upper ends of length buckets, doubling up to `max_tokens`: 128 256 512 ... max_tokens."""
+    edges = [min(smallest, max_tokens)]
+    while edges[-1] < max_tokens:
+        edges.append(min(2 * edges[-1], max_tokens))
+    return tuple(edges)
+
+
+def batch_by_length(
+    documents: Iterable[Document], edges: Sequence[int], batch_tokens: int
+) -> Iterator[tuple[int, tuple[Document, ...]]]:
+    """Batches of documents of like length, each of at most `batch_tokens` when padded.
+
+    Args:
+        edges: ascending upper ends of the buckets; documents are padded to their bucket's.
+
+    Yields:
+        (padded length, documents); every document once, in order within its bucket.
+
+    Raises:
+        UserError: a document is longer than the last edge, or a batch cannot hold one document.
+    """
+    if batch_tokens < edges[-1]:
+        raise UserError(
+            "data.batch_tokens",
+            batch_tokens,
+            f"{edges[-1]} or more, the longest bucket",
+            "raise it, or lower data.max_tokens",
+        )
+    waiting: dict[int, list[Document]] = {edge: [] for edge in edges}
+    for document in documents:
+        place = int(np.searchsorted(edges, len(document.token_ids)))
+        if place == len(edges):
+            raise UserError(
+                "data.bucket_edges",
+                list(edges),
+                f"a last edge of {len(document.token_ids)} or more, the length of {document.id!r}",
+                "raise it, or lower data.max_tokens",
+            )
+        edge = edges[place]
+        waiting[edge].append(document)
+        if (len(waiting[edge]) + 1) * edge > batch_tokens:
+            yield edge, tuple(waiting[edge])
+            waiting[edge] = []
+    for edge, left in waiting.items():
+        if left:
+            yield edge, tuple(left)
