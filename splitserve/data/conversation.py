@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,6 @@ def parse_row(row: Any, default_id: str, default_domain: str) -> Conversation | 
     return Conversation(name, domain, tuple(messages), _tools(row.get("tools")))
 
 
-def with_answer(conversation: Conversation, answer: Message | str) -> Conversation:
-    """The conversation with one more message of the assistant."""
-    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    return replace(conversation, messages=(*conversation.messages, message))
-
-
 def question_text(messages: Sequence[Message]) -> str:
     """What is asked, for comparing prompts: roles and texts up to the first answer.
 
@@ -114,13 +108,8 @@ def question_text(messages: Sequence[Message]) -> str:
     for message in messages:
         if message["role"] == "assistant":
             break
-        parts.append(f"{message['role']}\x00{_folded(plain_text(message))}")
+        parts.append(f"{message['role']}\x00{folded(plain_text(message))}")
     return "\x01".join(parts)
-
-
-def answer_text(message: Message) -> str:
-    """What the assistant wrote in one message, for comparing answers."""
-    return _folded(plain_text(message))
 
 
 def plain_text(message: Message) -> str:
@@ -131,7 +120,8 @@ def plain_text(message: Message) -> str:
     return " ".join(part["text"] for part in content)
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
+    """A text with case and white space made equal, for comparing."""
     return " ".join(text.casefold().split())
 
 

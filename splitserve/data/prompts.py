@@ -1,4 +1,4 @@
-"""Prompts from a JSON-lines file, checked line by line before anything is started."""
+"""Prompts, checked row by row before anything is started."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from splitserve.data.conversation import Conversation, parse_row
+from splitserve.data.refusal import RowRefused
+from splitserve.data.sources import SUFFIXES, parse_json, read_rows
+from splitserve.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 FORMAT = '{"id": "...", "domain": "...", "messages": [{"role": "user", "content": "..."}]}'
@@ -18,27 +23,47 @@ class Prompt:
 
     id: str
     domain: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
 
 
 def read_prompts(path: str | Path, field: str = "data.prompts") -> list[Prompt]:
-    """Read a prompts file through Hugging Face `datasets`.
+    """Read prompts, all of which must be good.
 
     Args:
-        path: JSON lines, UTF-8, each an object with `id`, `messages` and optionally `domain`.
+        path: JSON lines, UTF-8, each an object with `id`, `messages` and optionally `domain`; or
+            any other source that `splitserve.data.sources` reads.
         field: the setting that errors name.
 
     Raises:
-        ValueError: file missing, empty or not UTF-8, or a malformed line (with its number).
+        ValueError: file missing, empty or not UTF-8, or a malformed row (with its number).
     """
-    rows = list(_checked_rows(Path(path), field))
-    import datasets
+    if Path(path).suffix == ".jsonl" or not _is_source(str(path)):
+        return [
+            Prompt(row["id"], row["domain"], tuple(row["messages"]))
+            for row in _checked_rows(Path(path), field)
+        ]
+    prompts: dict[str, Prompt] = {}
+    for raw in read_rows(str(path), field):
+        try:
+            row = parse_row(parse_json(raw), raw.place, "general")
+        except RowRefused as refused:
+            raise UserError(
+                field, f"{path}, {raw.place}", "rows that are conversations", refused.detail
+            ) from refused
+        if not isinstance(row, Conversation) or row.tools:
+            raise UserError(
+                field, f"{path}, {raw.place}", "messages without tools", "leave this row out"
+            )
+        if row.id in prompts:
+            raise UserError(field, f"{path}, {raw.place}", "ids of their own", f"{row.id!r} is not")
+        prompts[row.id] = Prompt(row.id, row.domain, row.messages)
+    if not prompts:
+        raise UserError(field, str(path), "a source with prompts", "it has none")
+    return list(prompts.values())
 
-    datasets.disable_progress_bars()
-    table = datasets.Dataset.from_list(rows)
-    return [
-        Prompt(row["id"], row["domain"], tuple(dict(m) for m in row["messages"])) for row in table
-    ]
+
+def _is_source(path: str) -> bool:
+    return path.startswith("hf:") or Path(path).is_dir() or path.endswith(SUFFIXES)
 
 
 def _checked_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:

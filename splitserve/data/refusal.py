@@ -31,12 +31,18 @@ class Reason(StrEnum):
     """Nothing was answered."""
     ANSWER_END_MERGED = "answer_end_merged"
     """The end of a turn is not a token of its own."""
+    EVAL_LEAK = "eval_leak"
+    """The row holds a prompt that drafts are measured with."""
     BAD_TOKENS = "bad_tokens"
     """Token ids outside of the vocabulary, or a mask of another length."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """The prompt leaves no room for two tokens of the answer."""
     NO_ANCHOR = "no_anchor"
     """No two neighbouring tokens are supervised."""
+
+
+ZERO_MASK = (Reason.NO_ANSWER, Reason.EMPTY_ANSWER, Reason.NO_ANCHOR)
+"""Reasons of rows that leave nothing to supervise; many of them tell of a wrong template."""
 
 
 class RowRefused(ValueError):  # noqa: N818 - an expected outcome, as its name says

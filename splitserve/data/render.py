@@ -365,7 +365,9 @@ def _endpoint_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     given = tool.get("function", tool)
     known = ("description", "name", "parameters", "strict", "defer_loading")
     optional = known[3:]
-    function = {k: v for k, v in given.items() if k in known and (k not in optional or v is not None)}
+    function = {
+        k: v for k, v in given.items() if k in known and (k not in optional or v is not None)
+    }
     for key in known[:3]:
         function.setdefault(key, None)
     return {"type": tool.get("type", "function"), "function": function, "defer_loading": None}

@@ -19,12 +19,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import heapq
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO, cast
 
 from splitserve.data.conversation import shown
 from splitserve.data.refusal import Reason, RowRefused
@@ -101,8 +100,9 @@ def read_rows(path: str, field: str = "data.path") -> Iterator[RawRow]:
     if _is_saved_dataset(Path(path)):
         yield from _saved_rows(Path(path), field)
         return
+    root = Path(path) if Path(path).is_dir() else Path(path).parent
     for file in source_files(path, field):
-        yield from _file_rows(file, field)
+        yield from _file_rows(file, str(file.relative_to(root)), field)
 
 
 def source_files(path: str, field: str = "data.path") -> tuple[Path, ...]:
@@ -180,9 +180,9 @@ def mix(sources: Sequence[SourceSettings], *, until: str = "all") -> Iterator[tu
         heapq.heappush(queue, ((number + 1) / sources[k].weight, k, number + 1))
 
 
-def _file_rows(file: Path, field: str) -> Iterator[RawRow]:
+def _file_rows(file: Path, label: str, field: str) -> Iterator[RawRow]:
     if file.name.endswith(".parquet"):
-        yield from _parquet_rows(file, field)
+        yield from _parquet_rows(file, label, field)
         return
     number = 0
     try:
@@ -191,9 +191,9 @@ def _file_rows(file: Path, field: str) -> Iterator[RawRow]:
                 if not line.strip():
                     continue
                 if file.name.endswith(".txt"):
-                    yield RawRow(f"{file.name}:{number}", {"prompt": _text_line(line)})
+                    yield RawRow(f"{label}:{number}", {"prompt": _text_line(line)})
                 else:
-                    yield RawRow(f"{file.name}:{number}", line)
+                    yield RawRow(f"{label}:{number}", line)
     except (OSError, EOFError) as error:
         raise UserError(
             field, str(file), "a readable file", f"it fails after line {number} ({error})"
@@ -205,13 +205,13 @@ def _text_line(line: bytes) -> str:
     return line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
 
 
-def _opened(file: Path) -> IO[bytes]:
+def _opened(file: Path) -> BinaryIO:
     if file.name.endswith(".gz"):
-        return io.BufferedReader(gzip.open(file, "rb"))  # type: ignore[arg-type]
+        return cast(BinaryIO, gzip.open(file, "rb"))
     return open(file, "rb")
 
 
-def _parquet_rows(file: Path, field: str) -> Iterator[RawRow]:
+def _parquet_rows(file: Path, label: str, field: str) -> Iterator[RawRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -221,7 +221,7 @@ def _parquet_rows(file: Path, field: str) -> Iterator[RawRow]:
             for batch in table.iter_batches(_PARQUET_BATCH_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield RawRow(f"{file.name}:{number}", row)
+                    yield RawRow(f"{label}:{number}", row)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
             field, str(file), "a Parquet file", f"it is unreadable ({error})"

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from splitserve.data.conversation import folded, plain_text
 from splitserve.data.prompts import Prompt
 
 
@@ -94,4 +95,4 @@ def _question(prompt: Prompt) -> tuple[tuple[str, str], ...]:
     messages = prompt.messages
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    return tuple((m["role"], " ".join(m["content"].casefold().split())) for m in messages)
+    return tuple((m["role"], folded(plain_text(m))) for m in messages)

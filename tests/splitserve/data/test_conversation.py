@@ -8,10 +8,10 @@ import pytest
 from splitserve.data.conversation import (
     Conversation,
     TokenRow,
-    answer_text,
+    folded,
     parse_row,
+    plain_text,
     question_text,
-    with_answer,
 )
 from splitserve.data.refusal import Reason, RowRefused
 
@@ -162,7 +162,7 @@ def test_texts_to_compare_by() -> None:
     system = {"role": "system", "content": "S"}
     parts = {"role": "user", "content": [{"type": "text", "text": " Hi\n"}]}
     answer = {"role": "assistant", "content": "A  b"}
-    assert question_text([system, parts, answer, HI]) == question_text([system, HI])
+    assert question_text([system, parts, answer, HI]) == question_text([system, HI, answer])
     assert question_text([HI]) != question_text([system, HI])
-    assert answer_text(answer) == "a b"
-    assert with_answer(Conversation("a", "d", (HI,)), "x").messages[-1]["content"] == "x"
+    assert plain_text(parts) == " Hi\n"
+    assert folded(plain_text(answer)) == "a b"

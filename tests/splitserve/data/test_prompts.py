@@ -112,10 +112,39 @@ def test_a_malformed_row_is_named_with_its_line(tmp_path: Path, kind: str) -> No
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.prompts: .*none\.jsonl: there is no such file"):
         read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match=r"data\.prompts=.*a folder with files"):
         read_prompts(tmp_path)
     path = tmp_path / "empty.jsonl"
     for nothing in (b"", b"\n\n"):
         path.write_bytes(nothing)
         with pytest.raises(ValueError, match=r"data\.eval_prompts: .*empty\.jsonl: .*no prompts"):
             read_prompts(path, "data.eval_prompts")
+
+
+def test_other_sources_are_read_as_well(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    assert [p.messages[0]["content"] for p in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
+    (tmp_path / "shards").mkdir()
+    write(tmp_path / "shards" / "b.jsonl", row(id="b"))
+    write(tmp_path / "shards" / "a.jsonl", {"id": "a", "conversations": [
+        {"from": "human", "value": "hi"}]})  # fmt: skip
+    hi = ({"role": "user", "content": "hi"},)
+    assert read_prompts(tmp_path / "shards") == [Prompt("a", "general", hi), Prompt("b", "d", hi)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "needle"),
+    [
+        ([], "it has none"),
+        ([{"prompt": 3}], "prompt: found 3"),
+        ([row(), row()], "ids of their own; 'a' is not"),
+        ([{"input_ids": [1], "loss_mask": [1]}], "messages without tools"),
+    ],
+)
+def test_bad_rows_of_other_sources_are_named(tmp_path: Path, rows: list[Any], needle: str) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with pytest.raises(ValueError, match=r"data\.prompts=") as caught:
+        read_prompts(tmp_path / "in")
+    assert needle in str(caught.value) and "\n" not in str(caught.value)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.data.length import limit
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.data.samples import (
     DropReport,
@@ -92,45 +94,68 @@ def test_preview_marks_what_is_supervised() -> None:
     assert preview(range(20), [False] * 20, decode, limit=6) == "abc ... rst"
 
 
-@given(st.lists(st.sampled_from(["", "late", "empty_answer", "nonfinite"]), max_size=40))
-def test_totals_add_up(outcomes: list[str]) -> None:
-    report = DropReport()
+@given(st.lists(st.sampled_from(["", "cut", "empty_answer", "nonfinite"]), max_size=40), st.data())
+def test_totals_add_up_in_any_number_of_parts(outcomes: list[str], data: st.DataObject) -> None:
+    whole, parts = DropReport(), [DropReport() for _ in range(3)]
     for i, outcome in enumerate(outcomes):
-        if outcome in ("", "late"):
-            report.use(sample("011", f"p{i}/0"))
-        if outcome == "late":
-            report.drop(f"p{i}/0", "nonfinite", "row 3")
-        elif outcome:
-            report.drop(f"p{i}/0", outcome)
-    assert report.num_rows == len(outcomes)
-    assert report.num_used == outcomes.count("")
-    assert report.num_used + sum(report.reasons.values()) == report.num_rows
-    assert report.num_dropped == sum(report.reasons.values())
-    assert report.reasons.get("nonfinite", 0) == outcomes.count("late") + outcomes.count(
-        "nonfinite"
-    )
-    whole = json.loads(json.dumps(report.to_dict()))
-    assert whole["examples"].keys() == whole["dropped"].keys()
+        for report in (whole, parts[data.draw(st.integers(0, 2))]):
+            if outcome in ("", "cut"):
+                report.use(limit_sample(sample("0111", f"p{i}/0"), max_tokens=3 + (not outcome)))
+            else:
+                report.drop(f"p{i}/0", outcome)
+    assert whole.num_rows == len(outcomes)
+    assert whole.num_used == sum(o in ("", "cut") for o in outcomes)
+    assert whole.num_truncated == outcomes.count("cut")
+    assert whole.num_used + sum(whole.reasons.values()) == whole.num_rows
+    assert whole.num_zero_mask == outcomes.count("empty_answer")
+    assert whole.num_supervised == 2 * outcomes.count("cut") + 3 * outcomes.count("")
+    written = json.loads(json.dumps(whole.to_dict()))
+    assert written["examples"].keys() == written["dropped"].keys()
+    assert DropReport.from_dict(written).to_dict() == written
+    joined = DropReport()
+    for part in parts:
+        joined.add(part)
+    del written["examples"]
+    assert written.items() <= joined.to_dict().items()
 
 
-def test_report_counts_truncation_and_keeps_the_first_example() -> None:
+def test_report_counts_cuts_and_keeps_the_first_example() -> None:
     report = DropReport()
-    report.use(limit_sample(sample("0111", "a/0"), max_tokens=3))
-    report.use(sample("0111", "b/0"))
+    report.use(limit("a", "d", np.arange(6), np.array([0, 1, 1, 0, 1, 1], dtype=bool), 5))
     report.drop("c/0", RowRefused(Reason.NO_ANCHOR, "first"))
     report.drop("d/0", RowRefused(Reason.NO_ANCHOR, "second"))
     assert report.to_dict() == {
-        "rows": 4,
-        "used": 2,
+        "rows": 3,
+        "used": 1,
         "truncated": 1,
+        "tokens": 3,
+        "supervised_tokens": 2,
+        "supervised_tokens_before_cuts": 4,
         "dropped": {"no_anchor": 2},
         "examples": {"no_anchor": {"sample_id": "c/0", "detail": "first"}},
     }
+    assert report.supervised_kept == 0.5
+    assert DropReport().supervised_kept == 1.0
+
+
+@pytest.mark.parametrize("change", [{"rows": 5}, {"used": "x"}, {"examples": {}}, {"dropped": 3}])
+def test_an_account_that_does_not_add_up_is_refused(change: dict[str, object]) -> None:
+    report = DropReport()
     report.drop("a/0", "nonfinite")
-    assert (report.num_truncated, report.num_used) == (0, 1)
-    for again in (lambda: report.drop("a/0", "nonfinite"), lambda: report.use(sample("11", "a/0"))):
-        with pytest.raises(AssertionError):
-            again()
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+        DropReport.from_dict({**report.to_dict(), **change})
+
+
+def test_limit_on_rows_without_a_mask() -> None:
+    report = DropReport()
+    report.use(sample("011", "a/0"))
+    for i in range(3):
+        report.drop(f"b{i}/0", RowRefused(Reason.NO_ANSWER, "no message is the assistant's"))
+    report.check(max_drop_fraction=1.0, max_zero_mask_fraction=0.75)
+    with pytest.raises(
+        ValueError, match=r"data\.max_zero_mask_fraction: 3 of 4 .*0\.5 .*no_answer 3 .*b0/0"
+    ):
+        report.check(max_drop_fraction=1.0, max_zero_mask_fraction=0.5)
 
 
 def test_limit_on_drops() -> None:

@@ -89,9 +89,9 @@ def test_plain_prompts(tmp_path: Path) -> None:
 
 def test_a_folder_of_shards_is_read_by_name(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in" / "b.jsonl", [chat("3")])
-    write_jsonl(tmp_path / "in" / "a" / "z.jsonl", [chat("1"), chat("2")])
+    write_jsonl(tmp_path / "in" / "a" / "z.jsonl", [{**chat("1"), "id": ""}, chat("2")])
     (tmp_path / "in" / "notes.md").write_text("no rows")
-    assert ids(tmp_path / "in") == ["1", "2", "3"]
+    assert ids(tmp_path / "in") == ["a/z.jsonl:1", "2", "3"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"data\.path=.*empty.*\.parquet"):
         list(read_rows(str(tmp_path / "empty")))
