@@ -8,25 +8,16 @@ lengths and who waited for whom are read from the finished run folder. Writes
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
+from benchmarks.record import write_record
 from splitserve.compose import compose, compose_resumed, setting_paths
 from splitserve.run.folder import CONFIG_NAME, EVALS_NAME, METRICS_NAME, read_json_lines
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "demo_cpu.json"
 RECIPE = "recipe=smollm2_dspark"
-PACKAGES = ("torch", "sglang", "deepspeed", "transformers")
 TIMES = (
     "total_seconds",
     "trainer_step_seconds",
@@ -86,49 +77,13 @@ def command(run: Path) -> str:
     return " ".join(["splitserve train", RECIPE, *changed])
 
 
-def device() -> dict[str, Any]:
-    """Model, cores and memory of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "processor": models[0] if models else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-    }
-
-
-def versions() -> dict[str, str | None]:
-    """Python and the packages that the figures hang on; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def commit() -> str:
-    """The sources' commit, marked where files differ from it."""
-
-    def git(*arguments: str) -> str:
-        result = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return result.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return git("rev-parse", "HEAD") + ("-changed" if changed else "")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the record and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, required=True, help="folder of the finished demo")
     for name in ("setup-seconds", "demo-seconds", "tests-seconds", "peak-memory-gb"):
         parser.add_argument(f"--{name}", type=float, required=True)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args(argv)
     if not (options.run / CONFIG_NAME).is_file():
         parser.error(f"--run={options.run}: no run folder")
@@ -137,18 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = {**{n: getattr(options, n) for n in given}, **run_figures(options.run)}
     except ValueError as error:
         parser.error(str(error))
-    record = {
-        "name": "demo_cpu",
-        "command": command(options.run),
-        "commit": commit(),
-        "device": device(),
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "figures": figures,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record))
+    write_record("demo_cpu", figures, command=command(options.run), folder=options.out)
     return 0
 
 

@@ -25,8 +25,9 @@ target positions; D hidden, r Markov rank, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -34,8 +35,64 @@ from dspark.objective_config import ObjectiveConfig, position_weights
 
 MIN_ALPHA = 1e-36
 """Keeps 1/α finite in float32."""
-CPU_TILE_ROWS = 8
-"""Rows whose float32 vocabulary rows stay in a core's cache between the passes over them."""
+CPU_CHUNK_ROWS = 256
+GPU_CHUNK_BYTES = 320 << 20
+"""Size of a chunk's draft logits where `chunk_rows` is left open."""
+
+
+Rows: TypeAlias = torch.Tensor | slice
+_Draft = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""hidden_ND, features_Nr, markov_w2_Vr."""
+
+
+class Float8Weight(NamedTuple):
+    """A frozen [V, D] weight rounded row by row to float8 (e4m3)."""
+
+    values_VD: torch.Tensor
+    scale_1V: torch.Tensor
+    """float32; a row is its values times its scale."""
+
+    @classmethod
+    def of(cls, weight_VD: torch.Tensor) -> Float8Weight:
+        """Round a weight."""
+        values, scale = _to_float8(weight_VD)
+        return cls(values, scale.view(1, -1))
+
+
+class Target(NamedTuple):
+    """The frozen side of the objective."""
+
+    lm_head_VD: torch.Tensor
+    states_UD: torch.Tensor
+    index_N: torch.Tensor
+    """int64, each row's place in `states_UD`."""
+    bounds_M2: torch.Tensor | None
+    """int64 on the CPU, the first and last+1 place of each block's rows."""
+    lm_head_float8: Float8Weight | None
+    """Takes the place of `lm_head_VD` in the products that give logits, on a GPU."""
+
+    def project(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in the type of `x_RD`."""
+        if self.lm_head_float8 is None:
+            return x_RD @ self.lm_head_VD.t()
+        values, scale = _to_float8(x_RD)
+        weight = self.lm_head_float8
+        return torch._scaled_mm(
+            values,
+            weight.values_VD.t(),
+            scale_a=scale,
+            scale_b=weight.scale_1V,
+            out_dtype=x_RD.dtype,
+            use_fast_accum=True,
+        )
+
+
+def _to_float8(x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values float8_e4m3fn [R, D] and scales float32 [R, 1]."""
+    kind = torch.float8_e4m3fn
+    largest = x_RD.abs().amax(1, keepdim=True).float().clamp_(min=1e-12)
+    scale = largest / torch.finfo(kind).max
+    return (x_RD / scale).to(kind), scale
 
 
 class RowStatistics(NamedTuple):
@@ -85,7 +142,7 @@ class _Gradients:
         if features_Nr is not None and markov_w2_Vr is not None:
             self._markov = (features_Nr, torch.zeros_like(features_Nr), markov_w2_Vr)
 
-    def add_chunk(self, grad_RV: torch.Tensor, rows: torch.Tensor, lm_head: torch.Tensor) -> None:
+    def add_chunk(self, grad_RV: torch.Tensor, rows: Rows, lm_head: torch.Tensor) -> None:
         """Take in the gradient with respect to the logits of these rows."""
         self._hidden[rows] = grad_RV @ lm_head
         if self._markov is not None:
@@ -113,9 +170,7 @@ class FusedLinearObjective(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         features_Nr: torch.Tensor | None,
         markov_w2_Vr: torch.Tensor | None,
-        lm_head_VD: torch.Tensor,
-        states_UD: torch.Tensor,
-        target_index_N: torch.Tensor,
+        target: Target,
         labels_N: torch.Tensor,
         valid_N: torch.Tensor,
         block_size: int,
@@ -126,30 +181,15 @@ class FusedLinearObjective(torch.autograd.Function):
         num_rows = hidden_ND.shape[0]
         grads = _Gradients(hidden_ND, features_Nr, markov_w2_Vr) if needs_grad else None
         stats = torch.zeros(6, num_rows, dtype=torch.float32, device=hidden_ND.device)
-        step = max(1, config.chunk_rows // block_size) * block_size
-        for first in range(0, num_rows, step):
-            valid_MG = valid_N[first : first + step].view(-1, block_size)
-            # Rows without a label cost no vocabulary product.
-            rows = first + torch.nonzero(valid_MG.reshape(-1)).squeeze(1)
-            if not rows.numel():
-                continue
-            logits = hidden_ND[rows] @ lm_head_VD.t()
-            if features_Nr is not None and markov_w2_Vr is not None:
-                logits.addmm_(features_Nr[rows], markov_w2_Vr.t())
-            unique, back = torch.unique(target_index_N[rows], return_inverse=True)
-            target_logits = states_UD[unique] @ lm_head_VD.t()
-            for tile, blocks in _tiles(valid_MG):
-                stats[:, rows[tile]] = _tile(
-                    logits[tile],
-                    target_logits[back[tile]],
-                    labels_N[rows[tile]],
-                    valid_MG[blocks],
-                    config,
-                    scale if needs_grad else None,
-                )
+        chunks = _device_chunks if hidden_ND.is_cuda else _cpu_chunks
+        draft = (hidden_ND, features_Nr, markov_w2_Vr)
+        grad_scale = scale if needs_grad else None
+        for rows, logits in chunks(
+            draft, target, labels_N, valid_N, block_size, config, grad_scale, stats
+        ):
             if grads is not None:
-                # `_tile` has put the gradient in the place of the logits.
-                grads.add_chunk(logits, rows, lm_head_VD)
+                # The gradient has taken the place of the logits.
+                grads.add_chunk(logits, rows, target.lm_head_VD)
         ctx.save_for_backward(*(grads.tensors() if grads is not None else (None, None, None)))
         ctx.mark_non_differentiable(stats)
         return RowStatistics(*stats).loss(config).sum() * scale, stats
@@ -160,107 +200,225 @@ class FusedLinearObjective(torch.autograd.Function):
             None if saved is None else (saved * upstream[0]).to(saved.dtype)
             for saved in ctx.saved_tensors
         ]
-        return (*grads, None, None, None, None, None, None, None, None)
+        return (*grads, *(None,) * 6)
 
 
-def _tiles(valid_MG: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of a chunk's labelled rows with the whole blocks that they belong to.
-
-    With two rows to a tile, blocks holding 1, 0, 2 and 1 labelled rows give the tiles (rows 0:3,
-    blocks 0:3) and (rows 3:4, blocks 3:4). Other devices than the CPU take the chunk at once.
-    """
-    num_blocks = valid_MG.shape[0]
-    if valid_MG.device.type != "cpu":
-        yield slice(None), slice(0, num_blocks)
-        return
-    first_row = row = first_block = 0
-    for block, count in enumerate(valid_MG.sum(1).tolist()):
-        row += count
-        is_last = block == num_blocks - 1
-        if row > first_row and (row - first_row >= CPU_TILE_ROWS or is_last):
-            yield slice(first_row, row), slice(first_block, block + 1)
-            first_row, first_block = row, block + 1
-
-
-def _tile(
-    logits_RV: torch.Tensor,
-    target_logits_RV: torch.Tensor,
-    labels_R: torch.Tensor,
-    valid_MG: torch.Tensor,
+def _cpu_chunks(
+    draft: _Draft,
+    target: Target,
+    labels_N: torch.Tensor,
+    valid_N: torch.Tensor,
+    block_size: int,
     config: ObjectiveConfig,
-    scale: float | torch.Tensor | None,
+    grad_scale: float | torch.Tensor | None,
+    stats_6N: torch.Tensor,
+) -> Iterator[tuple[Rows, torch.Tensor]]:
+    """Chunk by chunk, fill in the statistics; rows without a label cost no vocabulary product.
+
+    Yields:
+        rows and their logits, overwritten by the gradient unless `grad_scale` is None.
+    """
+    hidden_ND, features_Nr, markov_w2_Vr = draft
+    vocab = target.lm_head_VD.shape[0]
+    step = _chunk_rows(config, block_size, hidden_ND, target.lm_head_VD)
+    scratch = [torch.empty(min(block_size, hidden_ND.shape[0]), vocab) for _ in range(2)]
+    scale = None if grad_scale is None else float(grad_scale)
+    for first in range(0, hidden_ND.shape[0], step):
+        valid_MG = valid_N[first : first + step].view(-1, block_size)
+        rows = first + torch.nonzero(valid_MG.reshape(-1)).squeeze(1)
+        if not rows.numel():
+            continue
+        logits = _draft_logits(hidden_ND, features_Nr, markov_w2_Vr, target, rows)
+        unique, back = torch.unique(target.index_N[rows], return_inverse=True)
+        shared = _TargetRows(target.project(target.states_UD[unique]), config.temperature)
+        labels, places = labels_N[rows].tolist(), back.tolist()
+        stop = 0
+        for block, count in enumerate(valid_MG.sum(1).tolist()):
+            start, stop = stop, stop + count
+            if count:
+                stats_6N[:, rows[start:stop]] = _block(
+                    logits[start:stop],
+                    [shared.row(place) for place in places[start:stop]],
+                    labels[start:stop],
+                    valid_MG[block : block + 1],
+                    config,
+                    scale,
+                    scratch,
+                )
+        yield rows, logits
+
+
+class _TargetRows:
+    """The target's distributions at a chunk's unique positions, each computed once."""
+
+    def __init__(self, logits_UV: torch.Tensor, temperature: float) -> None:
+        self._probs_UV = torch.empty(logits_UV.shape, dtype=torch.float32)
+        self._entropies = []
+        for probs_V, logits_V in zip(self._probs_UV, logits_UV, strict=True):
+            lse, _ = _softmax_into(probs_V, logits_V, temperature)
+            mean = float(torch.dot(probs_V, logits_V.float())) / temperature
+            self._entropies.append(lse - mean)
+
+    def row(self, place: int) -> tuple[torch.Tensor, float]:
+        """Probabilities float32 [V], and their entropy."""
+        return self._probs_UV[place], self._entropies[place]
+
+
+def _softmax_into(
+    out_V: torch.Tensor, logits_V: torch.Tensor, temperature: float
+) -> tuple[float, float]:
+    """Write softmax(logits / temperature), float32; gives the log-sum-exp and the largest logit.
+
+    One row at a time: it stays in a core's cache from the first pass to the last, and plain
+    one-dimensional passes are several times as fast as the same work on rows of a matrix.
+    """
+    out_V.copy_(logits_V)
+    if temperature != 1.0:
+        out_V.mul_(1.0 / temperature)
+    largest = float(out_V.amax())
+    out_V.sub_(largest).exp_()
+    total = float(out_V.sum())
+    out_V.mul_(1.0 / total)
+    return largest + math.log(total), largest
+
+
+def _block(
+    logits_RV: torch.Tensor,
+    targets: list[tuple[torch.Tensor, float]],
+    labels: list[int],
+    valid_1G: torch.Tensor,
+    config: ObjectiveConfig,
+    scale: float | None,
+    scratch: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Stacked `RowStatistics` [6, R] of whole blocks.
+    """Stacked `RowStatistics` [6, R] of one block's R labelled rows.
 
     Unless `scale` is None, the gradient of the scaled loss overwrites `logits_RV`.
+
+    Args:
+        targets: each row's p and its entropy.
+        scratch: two float32 buffers of at least [R, V].
     """
-    z, u = logits_RV, target_logits_RV
-    if config.temperature != 1.0:
-        z, u = z.float() / config.temperature, u.float() / config.temperature
-    q = torch.softmax(z, dim=-1, dtype=torch.float32)
-    p = torch.softmax(u, dim=-1, dtype=torch.float32)
-    largest, choice = q.max(dim=-1)
-    labels = labels_R.unsqueeze(1)
-    # log-sum-exp of the logits from the largest probability: no further pass over them.
-    lse = z.gather(1, choice.unsqueeze(1)).squeeze(1).float() - largest.log()
-    ce = lse - z.gather(1, labels).squeeze(1).float()
-    kl = _divergence(z, lse, u, p) if config.kl > 0.0 or config.lk_hybrid > 0.0 else None
-    spare = torch.minimum(q, p)
-    alpha = spare.sum(-1).clamp_(max=1.0)
-    label_q = q.gather(1, labels).squeeze(1)
-    weight = _row_weights(config, alpha, label_q, valid_MG)
-    zero_or_kl = torch.zeros_like(ce) if kl is None else kl
-    found = RowStatistics(alpha, ce, zero_or_kl, label_q, (choice == labels_R).float(), weight)
+    q_RV, below_RV = scratch
+    temperature = config.temperature
+    found = []
+    for z, q, below, (p, entropy), label in zip(
+        logits_RV, q_RV, below_RV, targets, labels, strict=False
+    ):
+        lse, largest = _softmax_into(q, z, temperature)
+        below.copy_(z)
+        # From the logits, where no probability can have become 0.
+        kl = lse - float(torch.dot(p, below)) / temperature - entropy if _needs_kl(config) else 0.0
+        label_logit = float(z[label]) / temperature
+        # The first of equal logits is the choice.
+        is_choice = label_logit == largest and not (
+            label and float(z[:label].amax()) / temperature >= largest
+        )
+        alpha = min(float(torch.minimum(q, p, out=below).sum()), 1.0)
+        torch.lt(q, p, out=below).mul_(q)
+        found.append((alpha, lse - label_logit, kl, float(q[label]), is_choice, float(below.sum())))
+    values = torch.tensor(found, dtype=torch.float32).t()
+    alpha_R, ce_R, kl_R, label_q_R, hit_R, below_sum_R = values
+    weight_R = _block_weights(config, alpha_R, label_q_R, valid_1G)
     if scale is not None:
-        below = torch.lt(q, p, out=spare).mul_(q)
-        factor = weight * (scale / config.temperature)
-        _logit_gradient(logits_RV, q, below, p, labels, found, factor, config)
-    return torch.stack(found)
+        factors = coefficients(alpha_R, below_sum_R, weight_R * (scale / temperature), config)
+        for row, (a, b, c, d) in enumerate(factors.t().tolist()):
+            grad = q_RV[row].mul_(a).add_(below_RV[row], alpha=-b)
+            if c:
+                grad.add_(targets[row][0], alpha=-c)
+            grad[labels[row]] -= d
+            logits_RV[row].copy_(grad)
+    return torch.stack([alpha_R, ce_R, kl_R, label_q_R, hit_R, weight_R])
 
 
-def _divergence(
-    z: torch.Tensor, lse_z: torch.Tensor, u: torch.Tensor, p: torch.Tensor
+def _needs_kl(config: ObjectiveConfig) -> bool:
+    return config.kl > 0.0 or config.lk_hybrid > 0.0
+
+
+def _block_weights(
+    config: ObjectiveConfig, alpha_R: torch.Tensor, label_q_R: torch.Tensor, valid_1G: torch.Tensor
 ) -> torch.Tensor:
-    """KL(p ‖ softmax(z)) for p = softmax(u), [R].
+    """Position weights of one block's labelled rows, [R]."""
+    alpha_1G = torch.zeros(valid_1G.shape)
+    label_q_1G = torch.zeros_like(alpha_1G)
+    alpha_1G[valid_1G], label_q_1G[valid_1G] = alpha_R, label_q_R
+    return position_weights(config, alpha_1G, label_q_1G, valid_1G)[valid_1G]
 
-    log p - log q is taken from the logits, where no probability can have become 0.
+
+def coefficients(
+    alpha_R: torch.Tensor, below_R: torch.Tensor, factor_R: torch.Tensor, config: ObjectiveConfig
+) -> torch.Tensor:
+    """A, B, C and D of every row's gradient, times its factor, float32 [4, R].
+
+    Args:
+        below_R: c, the sum of q where q < p.
     """
-    lse_u = u.amax(-1).float() - p.amax(-1).log()
-    return torch.linalg.vecdot(p, u.float().sub_(z)) - lse_u + lse_z
-
-
-def _row_weights(
-    config: ObjectiveConfig, alpha_R: torch.Tensor, label_q_R: torch.Tensor, valid_MG: torch.Tensor
-) -> torch.Tensor:
-    """Position weights of the labelled rows of whole blocks, [R]."""
-    alpha_MG = torch.zeros(valid_MG.shape, dtype=torch.float32, device=valid_MG.device)
-    label_q_MG = torch.zeros_like(alpha_MG)
-    alpha_MG[valid_MG], label_q_MG[valid_MG] = alpha_R, label_q_R
-    return position_weights(config, alpha_MG, label_q_MG, valid_MG)[valid_MG]
-
-
-def _logit_gradient(
-    out_RV: torch.Tensor,
-    q: torch.Tensor,
-    below: torch.Tensor,
-    p: torch.Tensor,
-    labels_R1: torch.Tensor,
-    found: RowStatistics,
-    factor_R: torch.Tensor,
-    config: ObjectiveConfig,
-) -> None:
-    """Write A q - B t - C p - D e_y, times the row's factor; `below` is t, `q` is overwritten."""
-    hybrid = torch.exp(-config.eta * found.alpha)
+    hybrid = torch.exp(-config.eta * alpha_R)
     b = (
         2.0 * config.l1
-        + config.nla / found.alpha.clamp(min=MIN_ALPHA)
+        + config.nla / alpha_R.clamp(min=MIN_ALPHA)
         + config.lk_hybrid * (1.0 - hybrid)
     )
     c = config.kl + config.lk_hybrid * hybrid
-    a = config.ce + c + b * below.sum(-1)
-    grad = q.mul_((a * factor_R).unsqueeze(1))
-    grad.addcmul_(below, (b * factor_R).unsqueeze(1), value=-1.0)
-    if config.kl > 0.0 or config.lk_hybrid > 0.0:
-        grad.addcmul_(p, (c * factor_R).unsqueeze(1), value=-1.0)
-    grad.scatter_add_(1, labels_R1, (-config.ce * factor_R).unsqueeze(1))
-    out_RV.copy_(grad)
+    a = config.ce + c + b * below_R
+    return torch.stack((a, b, c, torch.full_like(a, config.ce))) * factor_R
+
+
+def _device_chunks(
+    draft: _Draft,
+    target: Target,
+    labels_N: torch.Tensor,
+    valid_N: torch.Tensor,
+    block_size: int,
+    config: ObjectiveConfig,
+    grad_scale: float | torch.Tensor | None,
+    stats_6N: torch.Tensor,
+) -> Iterator[tuple[Rows, torch.Tensor]]:
+    """As `_cpu_chunks`, but all rows of every block, and the host waits for nothing."""
+    # Triton is not on every platform.
+    from dspark.kernels import objective_chunk
+
+    hidden_ND, features_Nr, markov_w2_Vr = draft
+    step = _chunk_rows(config, block_size, hidden_ND, target.lm_head_VD)
+    for first in range(0, hidden_ND.shape[0], step):
+        rows = slice(first, min(first + step, hidden_ND.shape[0]))
+        low, high = 0, target.states_UD.shape[0]
+        if target.bounds_M2 is not None:
+            bounds = target.bounds_M2[rows.start // block_size : rows.stop // block_size]
+            low, high = int(bounds[:, 0].min()), int(bounds[:, 1].max())
+        logits = _draft_logits(hidden_ND, features_Nr, markov_w2_Vr, target, rows)
+        stats_6N[:, rows] = objective_chunk(
+            logits,
+            target.project(target.states_UD[low:high]),
+            target.index_N[rows] - low,
+            labels_N[rows],
+            valid_N[rows].view(-1, block_size),
+            config,
+            grad_scale,
+        )
+        yield rows, logits
+
+
+def _draft_logits(
+    hidden_ND: torch.Tensor,
+    features_Nr: torch.Tensor | None,
+    markov_w2_Vr: torch.Tensor | None,
+    target: Target,
+    rows: Rows,
+) -> torch.Tensor:
+    logits = target.project(hidden_ND[rows])
+    if features_Nr is not None and markov_w2_Vr is not None:
+        logits.addmm_(features_Nr[rows], markov_w2_Vr.t())
+    return logits
+
+
+def _chunk_rows(
+    config: ObjectiveConfig, block_size: int, hidden_ND: torch.Tensor, lm_head_VD: torch.Tensor
+) -> int:
+    """Rows of a chunk, whole blocks: `config.chunk_rows`, or by default what suits the device."""
+    rows = config.chunk_rows
+    if not rows:
+        rows = CPU_CHUNK_ROWS
+        if hidden_ND.is_cuda:
+            rows = GPU_CHUNK_BYTES // (lm_head_VD.shape[0] * hidden_ND.element_size())
+    return max(1, rows // block_size) * block_size

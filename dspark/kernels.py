@@ -1,4 +1,4 @@
-"""Triton kernels of the fused objective: what `dspark.fused._tile` does, on a CUDA device.
+"""Triton kernels of the fused objective: what `dspark.fused` does on the CPU, on a CUDA device.
 
 A row's logits are read once for the log-sum-exp, once with the target's for the sums over the
 vocabulary, and once more for the gradient, which takes their place. Nothing of the vocabulary's
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dspark.fused import MIN_ALPHA, RowStatistics
+from dspark.fused import RowStatistics, coefficients
 from dspark.objective_config import ObjectiveConfig, position_weights
 
 TILE = 8192
@@ -344,23 +344,8 @@ def objective_chunk(
     found = RowStatistics(alpha, -label_logprob, kl, label_q, hit.float(), weight)
     if scale is not None:
         factor = weight * (scale / config.temperature)
-        logit_gradient_(*pair, _coefficients(alpha, below, factor, config))
+        logit_gradient_(*pair, coefficients(alpha, below, factor, config))
     return torch.stack(found)
-
-
-def _coefficients(
-    alpha_R: torch.Tensor, below_R: torch.Tensor, factor_R: torch.Tensor, config: ObjectiveConfig
-) -> torch.Tensor:
-    """A, B, C and D of every row's gradient, times its factor, float32 [4, R]."""
-    hybrid = torch.exp(-config.eta * alpha_R)
-    b = (
-        2.0 * config.l1
-        + config.nla / alpha_R.clamp(min=MIN_ALPHA)
-        + config.lk_hybrid * (1.0 - hybrid)
-    )
-    c = config.kl + config.lk_hybrid * hybrid
-    a = config.ce + c + b * below_R
-    return torch.stack((a, b, c, torch.full_like(a, config.ce))) * factor_R
 
 
 def _tile_size(vocab: int) -> int:

@@ -6,10 +6,14 @@ after the anchor), D hidden, F = K*D context features, T new positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dspark.attention import Visible, attend, attention_mask
 from dspark.config import DraftConfig
 from dspark.heads import ConfidenceHead, MarkovHead
 from dspark.rope import RotaryTable, apply_rotary
@@ -64,20 +68,16 @@ class DraftAttention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         context: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
+        mask: Visible,
     ) -> torch.Tensor:
-        """Attend from T block rows; `mask` is [B, 1, T, S+T], True where a row may look."""
+        """Attend from T block rows; `mask` as for `attend`."""
         batch, length, _ = x_BTD.shape
         queries = self.q_norm(self.q_proj(x_BTD).view(batch, length, self.heads, self.head_dim))
         queries = apply_rotary(queries.transpose(1, 2), cos, sin)
         own_keys, own_values = self.keys_values(x_BTD, cos, sin)
         keys = torch.cat([context[0], own_keys], dim=2)
         values = torch.cat([context[1], own_values], dim=2)
-        groups = self.heads // self.kv_heads
-        if groups > 1:
-            keys = keys.repeat_interleave(groups, dim=1)
-            values = values.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        out = attend(queries, keys, values, mask)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -110,7 +110,7 @@ class DraftLayer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         context: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
+        mask: Visible,
     ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -136,6 +136,11 @@ class DSparkDraft(nn.Module):
         # Not a submodule: it has no weights, and a cast to bfloat16 must not reach its angles.
         self._rotary = RotaryTable(config)
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._rotary.to(self.fc.weight.device)
+        return self
 
     def reset_parameters(self) -> None:
         """Random weights; the Markov head and the confidence head start as silent."""
@@ -169,7 +174,7 @@ class DSparkDraft(nn.Module):
         block_embeds_BAGD: torch.Tensor,
         anchor_positions_BA: torch.Tensor,
         context: ContextKV,
-        context_mask_BAS: torch.Tensor,
+        visible: Visible,
     ) -> torch.Tensor:
         """Hidden states of every block row, after the final norm, [B, A, G, D].
 
@@ -177,10 +182,11 @@ class DSparkDraft(nn.Module):
             block_embeds_BAGD: target embeddings of [anchor, MASK, ..., MASK].
             anchor_positions_BA: int64, absolute positions of the anchors.
             context: from `context_kv`.
-            context_mask_BAS: bool, which context slots an anchor's rows may look at.
+            visible: bool [B, A, S], which context slots an anchor's rows may look at; inside a
+                compiled function a `block_mask` instead.
         """
         batch, anchors, block, width = block_embeds_BAGD.shape
-        mask = attention_mask(context_mask_BAS, block)
+        mask = attention_mask(visible, block) if isinstance(visible, torch.Tensor) else visible
         offsets = torch.arange(block, device=anchor_positions_BA.device)
         positions = (anchor_positions_BA.unsqueeze(-1) + offsets).view(batch, anchors * block)
         x = block_embeds_BAGD.reshape(batch, anchors * block, width)
@@ -226,23 +232,3 @@ class DSparkDraft(nn.Module):
             hidden = hidden.detach()
             embedded = None if embedded is None else embedded.detach()
         return self.confidence_head(hidden, embedded)
-
-
-def attention_mask(context_mask_BAS: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Which of [context S | own rows A*G] each row sees: bool [B, 1, A*G, S + A*G].
-
-    Rows see the context slots of their anchor and all rows of their own block, in both directions.
-
-    For one sequence with two anchors, G = 2 and S = 3, anchor 0 seeing slot 0, anchor 1 slots 0, 1:
-
-        1 0 0 | 1 1 0 0
-        1 0 0 | 1 1 0 0
-        1 1 0 | 0 0 1 1
-        1 1 0 | 0 0 1 1
-    """
-    batch, anchors, _ = context_mask_BAS.shape
-    rows = anchors * block_size
-    context = context_mask_BAS.repeat_interleave(block_size, dim=1)
-    block_of_row = torch.arange(rows, device=context_mask_BAS.device) // block_size
-    own = (block_of_row.unsqueeze(0) == block_of_row.unsqueeze(1)).expand(batch, rows, rows)
-    return torch.cat([context, own], dim=2).unsqueeze(1)

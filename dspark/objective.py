@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dspark.fused import FusedLinearObjective, RowStatistics
+from dspark.fused import Float8Weight, FusedLinearObjective, RowStatistics, Target
 from dspark.objective_config import (
     ObjectiveConfig,
     decay_weights,
@@ -52,6 +52,8 @@ def fused_objective(
     valid_N: torch.Tensor,
     confidence_logits_N: torch.Tensor | None,
     *,
+    target_bounds_M2: torch.Tensor | None = None,
+    lm_head_float8: Float8Weight | None = None,
     block_size: int,
     config: ObjectiveConfig,
     term_scale: float | torch.Tensor,
@@ -66,6 +68,9 @@ def fused_objective(
         target_states_UD: the target's states after its final norm; no gradient.
         target_index_N: int64, the row of `target_states_UD` that gives p for each row.
         labels_N: int64; valid_N: bool.
+        target_bounds_M2: int64 on the CPU, the first and last+1 row of `target_states_U` that a
+            block's rows need, so that a chunk of blocks takes those alone; None: all.
+        lm_head_float8: takes the place of `lm_head_VD` in the logits; a GPU that has float8.
         confidence_logits_N: float32, or None to leave the confidence loss out.
         term_scale, confidence_scale: factors on the two sums, usually 1 over the window's weight.
 
@@ -86,9 +91,7 @@ def fused_objective(
         hidden_ND,
         features_Nr,
         markov_w2_Vr,
-        lm_head_VD,
-        target_states_UD,
-        target_index_N,
+        Target(lm_head_VD, target_states_UD, target_index_N, target_bounds_M2, lm_head_float8),
         labels_N,
         valid_N,
         block_size,

@@ -44,8 +44,10 @@ class ObjectiveConfig:
     """a in (1-a) q(y) + a."""
     temperature: float = 1.0
     """Of both distributions in every term, CE included: the one that the draft is served at."""
-    chunk_rows: int = 256
-    """Rows whose logits exist at the same time."""
+    chunk_rows: int = 0
+    """Rows whose logits exist at the same time; 0: what suits the device."""
+    float8_logits: bool = False
+    """Round lm_head and states to float8 in the products that give logits; Hopper or newer."""
 
     def __post_init__(self) -> None:
         for name in ("ce", "l1", "nla", "kl", "lk_hybrid", "confidence", "eta"):
@@ -55,7 +57,7 @@ class ObjectiveConfig:
         )
         self._require("decay", self.decay > 0.0, "above 0")
         self._require("temperature", self.temperature > 0.0, "above 0")
-        self._require("chunk_rows", self.chunk_rows >= 1, "1 or more")
+        self._require("chunk_rows", self.chunk_rows >= 0, "0 or more")
         for name in ("credit_floor", "dpace_smoothing"):
             self._require(name, 0.0 <= getattr(self, name) <= 1.0, "0 to 1")
         if self.ce + self.l1 + self.nla + self.kl + self.lk_hybrid == 0.0:

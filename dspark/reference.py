@@ -100,7 +100,7 @@ def block_weights(
 
 
 def attention_mask_reference(context_mask_BAS: torch.Tensor, block_size: int) -> torch.Tensor:
-    """`dspark.model.attention_mask` entry by entry: bool [B, 1, A*G, S + A*G]."""
+    """`dspark.attention.attention_mask` entry by entry: bool [B, 1, A*G, S + A*G]."""
     batch, anchors, slots = context_mask_BAS.shape
     rows = anchors * block_size
     mask = torch.zeros(batch, 1, rows, slots + rows, dtype=torch.bool)

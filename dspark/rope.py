@@ -38,6 +38,11 @@ class RotaryTable:
     def __init__(self, config: DraftConfig) -> None:
         self._frequencies, self._factor = inverse_frequencies(config)
 
+    def to(self, device: torch.device) -> None:
+        """Move to where positions will lie; "meta", which has no values, is left out."""
+        if device.type != "meta":
+            self._frequencies = self._frequencies.to(device)
+
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 cos and sin, each [B, 1, T, rotary_dim], for int64 positions [B, T]."""
         if self._frequencies.device != positions.device:

@@ -6,12 +6,9 @@ ahead, and trains until it is told that there is none.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +45,7 @@ from splitserve.train.checkpoint import (
 )
 from splitserve.train.lr import learning_rate
 from splitserve.train.metrics import MetricWindow
+from splitserve.train.optimizer import init_process_group, initialise_engine
 from splitserve.train.spec import TrainerSpec
 from splitserve.transport.ring import RingReader
 from splitserve.worker import Channel
@@ -59,30 +57,11 @@ PAD_MULTIPLE = 32
 def run(channel: Channel, spec: TrainerSpec) -> None:
     """The trainer role: build, then train until the coordinator has no more batches."""
     torch.set_num_threads(spec.num_threads)
+    # The tails of a distribution over a vocabulary are denormal numbers, on which a CPU is an order
+    # of magnitude slower; as zeros they change nothing that float32 keeps.
+    torch.set_flush_denormal(True)
     rank = TrainerRank(channel, spec)
     rank.train()
-
-
-def deepspeed_config(spec: TrainerSpec) -> dict[str, Any]:
-    """DeepSpeed's own settings for a run.
-
-    Gradients are accumulated and exchanged in float32, and DeepSpeed does no scaling of its own
-    that the loss does not undo: sums are divided by the window's total weight.
-    """
-    train = spec.train
-    share = -(-train.global_batch_size // spec.world_size)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": -(-share // train.micro_batch_size),
-        "gradient_clipping": train.clip_norm,
-        "zero_optimization": {"stage": train.zero_stage},
-        "communication_data_type": "fp32",
-        "steps_per_print": 2**31,
-    }
-    if train.dtype == "bfloat16":
-        config["bf16"] = {"enabled": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
 
 
 class TrainerRank:
@@ -91,7 +70,14 @@ class TrainerRank:
     def __init__(self, channel: Channel, spec: TrainerSpec) -> None:
         self._channel, self._spec = channel, spec
         self._dtype = getattr(torch, spec.train.dtype)
-        self._init_distributed()
+        channel.state = "waiting for the other trainer ranks"
+        init_process_group(
+            spec.device,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            master_port=spec.master_port,
+            timeout_seconds=spec.collective_timeout_seconds,
+        )
         channel.state = "loading the target's embedding and lm_head"
         target = FrozenTarget.load(spec.target_path, dtype=self._dtype, device=spec.device)
         torch.manual_seed(spec.seed)  # the same initial draft on every rank
@@ -100,7 +86,8 @@ class TrainerRank:
             init_from_target(draft, spec.target_path)
         self._draft = draft
         model = DraftWithLoss(draft, target.embedding, target.lm_head, spec.objective)
-        self._engine, self._optimizer = self._init_deepspeed(model)
+        channel.state = "initialising DeepSpeed"
+        self._engine, self._optimizer = initialise_engine(model, spec.train, spec.world_size)
         self._ring = RingReader.attach(spec.ring_path, spec.ring_layout)
         self._meta = {"zero_stage": spec.train.zero_stage, "draft": spec.draft.to_hf()}
         self._step = 0
@@ -108,48 +95,6 @@ class TrainerRank:
             channel.state = f"reading {spec.resume_from}"
             self._step = load_checkpoint(self._engine, Path(spec.resume_from), self._meta)
         self._metrics = MetricWindow(spec.draft.block_size, spec.world_size)
-
-    def _init_distributed(self) -> None:
-        spec = self._spec
-        self._channel.state = "waiting for the other trainer ranks"
-        os.environ.update(
-            DS_ACCELERATOR="cpu" if spec.device == "cpu" else "cuda",
-            RANK=str(spec.rank),
-            LOCAL_RANK=str(spec.rank),
-            WORLD_SIZE=str(spec.world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(spec.master_port),
-        )
-        import deepspeed
-
-        # DeepSpeed would compile a shared-memory all-reduce at start-up, which takes half a
-        # minute and a compiler; gloo serves the few megabytes that are exchanged here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        dist.init_process_group(
-            "gloo" if spec.device == "cpu" else "nccl",
-            init_method=f"tcp://127.0.0.1:{spec.master_port}",
-            rank=spec.rank,
-            world_size=spec.world_size,
-            timeout=timedelta(seconds=spec.collective_timeout_seconds),
-        )
-        deepspeed.init_distributed(dist_init_required=False, verbose=False)
-
-    def _init_deepspeed(self, model: torch.nn.Module) -> tuple[Any, torch.optim.Optimizer]:
-        import deepspeed
-
-        train = self._spec.train
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=train.learning_rate,
-            betas=tuple(train.betas),
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-        )
-        self._channel.state = "initialising DeepSpeed"
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(self._spec)
-        )
-        return engine, optimizer
 
     # --- the loop --------------------------------------------------------------------------------
 

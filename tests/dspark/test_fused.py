@@ -1,4 +1,4 @@
-"""What the fused objective's tiling and its closed form promise beyond matching the reference."""
+"""What the fused objective's closed form promises beyond matching the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from tolerances import RMS_RATIO, assert_close, assert_rms, rms_ratio
 
-from dspark import fused
 from dspark.objective import ObjectiveConfig, fused_objective, objective_denominators
 from dspark.reference import row_terms
 
@@ -44,34 +43,6 @@ def loss_and_gradients(arguments, config, **scales):
     result = fused_objective(**arguments, block_size=BLOCK, config=config, **scales)
     result.loss.backward()
     return result, [arguments[n].grad for n in names]
-
-
-@pytest.mark.parametrize("tile_rows", [1, 3, 1000])
-@pytest.mark.parametrize("weighting", ["decay", "credit", "dpace"])
-def test_tiles_change_nothing(monkeypatch, tile_rows, weighting):
-    config = ObjectiveConfig(kl=0.2, lk_hybrid=0.3, position_weights=weighting)
-    expected, expected_grads = loss_and_gradients(problem(), config)
-    monkeypatch.setattr(fused, "CPU_TILE_ROWS", tile_rows)
-    found, grads = loss_and_gradients(problem(), config)
-    assert_close(found.loss.detach(), expected.loss.detach())
-    for grad, wanted in zip(grads, expected_grads, strict=True):
-        assert_rms(grad, wanted)
-
-
-def test_tiles_are_whole_blocks_and_cover_every_labelled_row():
-    valid = torch.zeros(5, 3, dtype=torch.bool)
-    for block, count in enumerate((1, 0, 2, 1, 0)):
-        valid[block, :count] = True
-    found = [(t.start, t.stop, b.start, b.stop) for t, b in tiles_of(valid, 2)]
-    assert found == [(0, 3, 0, 3), (3, 4, 3, 5)]
-
-
-def tiles_of(valid, tile_rows):
-    old, fused.CPU_TILE_ROWS = fused.CPU_TILE_ROWS, tile_rows
-    try:
-        return list(fused._tiles(valid))
-    finally:
-        fused.CPU_TILE_ROWS = old
 
 
 def test_nla_keeps_its_slope_where_nothing_overlaps():

@@ -7,7 +7,8 @@ import torch
 from draft_testing import block_by_hand, random_draft, tiny_config
 from tolerances import assert_close
 
-from dspark.model import DSparkDraft, attention_mask
+from dspark.attention import attention_mask
+from dspark.model import DSparkDraft
 from dspark.reference import attention_mask_reference
 
 S = 12

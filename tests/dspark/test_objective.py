@@ -334,7 +334,7 @@ def test_denominators(weighting: str) -> None:
         ("position_weights", "linear"),
         ("decay", 0.0),
         ("temperature", 0.0),
-        ("chunk_rows", 0),
+        ("chunk_rows", -1),
         ("credit_floor", 1.5),
         ("dpace_smoothing", -0.5),
         ("nla", math.nan),

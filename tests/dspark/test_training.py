@@ -229,3 +229,38 @@ def test_a_step_runs_in_bfloat16():
     result.loss.backward()
     assert result.loss.dtype == torch.float32 and torch.isfinite(result.loss)
     assert all(p.grad.dtype == torch.bfloat16 for p in model.draft.parameters())
+
+
+def test_documents_packed_into_a_row_neither_see_nor_move_each_other():
+    """One row of three documents gives the loss and the gradients of three rows."""
+    model = model_of(ObjectiveConfig(nla=0.3, position_weights="dpace"))
+    samples = [sample_of(n, seed=n, name=str(n)) for n in (11, 5, 9)]
+    outcome = []
+    for pack in (False, True):
+        batch = collate(
+            samples, num_anchors=4, block_size=G, seed=0, pad_multiple=8, num_features=F,
+            hidden_size=H, dtype=torch.float32, pack=pack,
+        )  # fmt: skip
+        assert batch.token_ids_BS.shape == ((1, 32) if pack else (3, 16))
+        terms, confidence = batch_denominators(batch, model.config)
+        model.zero_grad()
+        result = model(batch, 1 / float(terms), 1 / float(confidence))
+        result.loss.backward()
+        outcome.append((result, {n: p.grad for n, p in model.draft.named_parameters()}))
+    (apart, apart_grads), (packed, packed_grads) = outcome
+    assert_close(packed.loss.detach(), apart.loss.detach())
+    for name, grad in apart_grads.items():
+        assert_close(packed_grads[name], grad)
+
+
+def test_target_distributions_are_needed_once_at_each_position():
+    samples = [sample_of(24, seed=1, name="x"), sample_of(7, seed=2, name="y")]
+    batch = batch_of(samples, num_anchors=9, pad_multiple=8)
+    slots = batch.target_slots_U[batch.target_of_row_N].view(batch.valid_BAG.shape)
+    places = torch.arange(2).view(2, 1, 1) * 24 + batch.anchors_BA.unsqueeze(2) + torch.arange(G)
+    assert torch.equal(slots[batch.valid_BAG], places[batch.valid_BAG])
+    assert batch.target_slots_U.unique().numel() == batch.target_slots_U.numel()
+    assert batch.target_slots_U.numel() < int(batch.valid_BAG.sum())
+    of_block = batch.target_of_row_N.view(-1, G)
+    assert (of_block >= batch.target_bounds_M2[:, :1]).all()
+    assert (of_block < batch.target_bounds_M2[:, 1:]).all()

@@ -6,6 +6,8 @@ import pytest
 import torch
 from draft_testing import random_draft, tiny_config
 
+from dspark import training
+from dspark.model import DSparkDraft
 from dspark.objective import ObjectiveConfig
 from dspark.training import (
     DraftWithLoss,
@@ -13,6 +15,7 @@ from dspark.training import (
     TrainingSample,
     batch_denominators,
     collate,
+    previous_tokens,
 )
 
 CONFIG = tiny_config(markov_rank=0)
@@ -59,14 +62,21 @@ def test_row_g_is_compared_with_the_state_at_anchor_plus_g(
     """A draft whose row g is the target's own state at p+g is always accepted, any other not."""
     model = make_model(ObjectiveConfig())
 
-    def hidden(batch: TrainingBatch) -> torch.Tensor:
-        places = batch.anchors_BA.unsqueeze(2) + torch.arange(BLOCK) + shift
-        places = places.clamp(0, batch.target_states_BSD.shape[1] - 1)
-        rows = torch.arange(places.shape[0]).view(-1, 1, 1)
-        return batch.target_states_BSD[rows, places]
+    batch = make_batch(SAMPLES)
+    places = batch.anchors_BA.unsqueeze(2) + torch.arange(BLOCK) + shift
+    places = places.clamp(0, batch.target_states_BSD.shape[1] - 1)
+    hidden = batch.target_states_BSD[torch.arange(places.shape[0]).view(-1, 1, 1), places]
 
-    monkeypatch.setattr(model, "_hidden", hidden)
-    metrics = model(make_batch(SAMPLES), 1.0, 1.0).metrics
+    def rows(draft: DSparkDraft, *_: object) -> tuple[torch.Tensor | None, ...]:
+        prev = previous_tokens(batch)
+        return (
+            hidden,
+            draft.markov_features(hidden, prev),
+            draft.confidence_logits(hidden, prev),
+        )
+
+    monkeypatch.setattr(training, "_draft_rows", rows)
+    metrics = model(batch, 1.0, 1.0).metrics
     alpha = metrics["alpha_sum"] / metrics["valid_count"]
     if shift:
         assert alpha.max() < 0.9

@@ -101,7 +101,7 @@ BAD_OBJECTIVES = [
     ("position_weights", "linear"),
     ("decay", 0.0),
     ("temperature", 0.0),
-    ("chunk_rows", 0),
+    ("chunk_rows", -1),
     ("credit_floor", 1.5),
     ("dpace_smoothing", -0.5),
 ]

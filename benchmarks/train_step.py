@@ -1,0 +1,515 @@
+"""The training step on one GPU: time, memory and share of the chip's matrix rate.
+
+    python -m benchmarks.train_step --geometry 8b --deepspec FOLDER   # beside DeepSpec
+    python -m benchmarks.train_step --long                            # 32k and 131k tokens
+
+Forward and backward of one micro-batch, on random bfloat16 data, median of the steps. FOLDER is a
+checkout of github.com/deepseek-ai/DeepSpec, which then runs in the same process on the same
+shapes, compiled as it compiles itself. Writes `benchmarks/results/train_step_NAME.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import write_record
+from dspark.attention import attend, block_mask
+from dspark.config import DraftConfig
+from dspark.model import DSparkDraft
+from dspark.objective import ObjectiveConfig, fused_objective
+from dspark.training import (
+    DraftWithLoss,
+    TrainingBatch,
+    TrainingSample,
+    batch_denominators,
+    collate,
+)
+from splitserve.settings import TrainSettings
+from splitserve.train.optimizer import init_process_group, initialise_engine
+
+MATMUL_SIDE = 8192
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A draft with five layers that reads five layers of a target of these sizes."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int
+    layer_ids: tuple[int, ...]
+
+    def draft(self, block_size: int) -> DraftConfig:
+        return DraftConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=5,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+            max_position_embeddings=262_144,
+            block_size=block_size,
+            target_layer_ids=self.layer_ids,
+            num_target_layers=self.num_target_layers,
+            mask_token_id=self.vocab_size - 1,
+            markov_rank=256,
+        )
+
+
+GEOMETRIES = {
+    "8b": Geometry(4096, 12288, 32, 8, 128, 151_936, 36, (1, 9, 17, 25, 33)),
+    "4b": Geometry(2560, 9728, 32, 8, 128, 151_936, 36, (1, 9, 17, 25, 33)),
+    # For a look at the script itself where there is no large GPU.
+    "tiny": Geometry(256, 512, 4, 2, 64, 8192, 12, (1, 3, 5, 7, 9)),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    anchors: int
+    block: int
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def necessary_flops(geometry: Geometry, shape: Shape, unique_targets: int) -> dict[str, float]:
+    """Multiply-adds times two that a step cannot do without, forward and backward.
+
+    A product whose both sides learn costs three times its forward pass; the context features get
+    no gradient, the frozen lm_head gets none, and the target's logits have no backward pass.
+    """
+    draft = geometry.draft(shape.block)
+    width, rows = draft.hidden_size, shape.anchors * shape.block
+    heads, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads
+    kv_width = kv * draft.head_dim
+    attention = width * (2 * heads + 2 * kv_width)
+    mlp = 3 * width * draft.intermediate_size
+    layers = draft.num_hidden_layers
+    # On average half of the context is seen; forward two products, backward five.
+    seen = shape.tokens / 2 + shape.block
+    return {
+        "fc": 2 * 2.0 * shape.tokens * draft.num_context_features * width,
+        "context_kv": layers * 3 * 2.0 * shape.tokens * width * 2 * kv_width,
+        "layers": layers * 3 * 2.0 * rows * (attention + mlp),
+        "attention": layers * 7 * 2.0 * rows * seen * heads,
+        "vocabulary": 2.0 * draft.vocab_size * (2 * rows * width + unique_targets * width)
+        + 3 * 2.0 * rows * draft.markov_rank * draft.vocab_size,
+    }
+
+
+def build(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> DraftWithLoss:
+    torch.manual_seed(0)
+    config = geometry.draft(shape.block)
+    with torch.device("cuda"):
+        draft = DSparkDraft(config).bfloat16()
+        embedding = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+        lm_head = torch.randn_like(embedding) * config.hidden_size**-0.5
+        torch.nn.init.normal_(draft.markov_head.markov_w2.weight, std=0.02)
+    return DraftWithLoss(draft, embedding, lm_head, objective).cuda()
+
+
+def random_batch(geometry: Geometry, shape: Shape, seed: int) -> TrainingBatch:
+    config = geometry.draft(shape.block)
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def noise(width: int) -> torch.Tensor:
+        return torch.randn(shape.tokens, width, generator=g, device="cuda", dtype=torch.bfloat16)
+
+    sample = TrainingSample(
+        sample_id=str(seed),
+        epoch=0,
+        token_ids_S=torch.randint(
+            config.vocab_size, (shape.tokens,), generator=torch.Generator().manual_seed(seed)
+        ),
+        loss_mask_S=torch.ones(shape.tokens, dtype=torch.bool),
+        features_SF=noise(config.num_context_features),
+        target_states_SD=noise(config.hidden_size),
+    )
+    return collate(
+        [sample],
+        num_anchors=shape.anchors,
+        block_size=shape.block,
+        seed=seed,
+        pad_multiple=128,
+        num_features=config.num_context_features,
+        hidden_size=config.hidden_size,
+        dtype=torch.bfloat16,
+        pack=True,
+    )
+
+
+def step_of(model: DraftWithLoss, batches: list[TrainingBatch]) -> Callable[[int], None]:
+    scales = [[1.0 / float(d) for d in batch_denominators(b, model.config)] for b in batches]
+    on_device = [b.to("cuda") for b in batches]
+
+    def step(index: int) -> None:
+        place = index % len(batches)
+        model(on_device[place], *scales[place]).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def time_ms(step: Callable[[int], None], steps: int, warmup: int = 3) -> tuple[float, float]:
+    """Median milliseconds of a step and the spread between its 10th and 90th percentile."""
+    for index in range(warmup):
+        step(index)
+    times = []
+    for index in range(steps):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(index)
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    elapsed = sorted(start.elapsed_time(end) for start, end in times)
+    return statistics.median(elapsed), elapsed[int(0.9 * steps)] - elapsed[int(0.1 * steps)]
+
+
+def matmul_tflops() -> float:
+    """Rate of a square bfloat16 product of random data."""
+    a, b = (
+        torch.randn(MATMUL_SIDE, MATMUL_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    ms, _ = time_ms(lambda _: torch.mm(a, b), 30)
+    return 2 * MATMUL_SIDE**3 / ms / 1e9
+
+
+def measured(step: Callable[[int], None], steps: int) -> tuple[float, float, float]:
+    """Median and spread in milliseconds, peak memory in GB, everything allocated included."""
+    for index in range(3):
+        step(index)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    ms, spread = time_ms(step, steps, warmup=1)
+    return ms, spread, torch.cuda.max_memory_allocated() / 1e9
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def ours(
+    geometry: Geometry, shape: Shape, objective: ObjectiveConfig, steps: int
+) -> dict[str, float]:
+    model = build(geometry, shape, objective)
+    batches = [random_batch(geometry, shape, seed) for seed in range(3)]
+    unique = statistics.mean(b.target_slots_U.numel() for b in batches)
+    step = step_of(model, batches)
+    ms, spread, peak = measured(step, steps)
+    flops = necessary_flops(geometry, shape, int(unique))
+    return {
+        "step_ms": ms,
+        "step_spread_ms": spread,
+        "peak_memory_gb": peak,
+        "necessary_tflop": sum(flops.values()) / 1e12,
+        "unique_target_positions": unique,
+        **{f"necessary_{name}_tflop": value / 1e12 for name, value in flops.items()},
+    }
+
+
+def deepspec(folder: Path, geometry: Geometry, shape: Shape, steps: int) -> dict[str, float]:
+    """DeepSpec's own model and loss, compiled as its trainer does."""
+    sys.path.insert(0, str(folder))
+    import torch.distributed as dist
+    from deepspec.modeling.dspark.loss import compute_dspark_loss
+    from deepspec.modeling.dspark.qwen3 import Qwen3DSparkModel
+    from deepspec.modeling.dspark.qwen3.config import build_draft_config
+    from deepspec.utils import metrics
+    from transformers import Qwen3Config
+
+    if not dist.is_initialized():
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
+        dist.init_process_group("nccl")
+    draft = geometry.draft(shape.block)
+    target = Qwen3Config(
+        hidden_size=draft.hidden_size,
+        intermediate_size=draft.intermediate_size,
+        num_hidden_layers=geometry.num_target_layers,
+        num_attention_heads=draft.num_attention_heads,
+        num_key_value_heads=draft.num_key_value_heads,
+        head_dim=draft.head_dim,
+        vocab_size=draft.vocab_size,
+        rms_norm_eps=draft.rms_norm_eps,
+        max_position_embeddings=draft.max_position_embeddings,
+    )
+    config = build_draft_config(
+        target,
+        Namespace(
+            num_draft_layers=draft.num_hidden_layers,
+            target_layer_ids=list(draft.target_layer_ids),
+            confidence_head_alpha=1.0,
+            confidence_head_with_markov=True,
+            markov_rank=draft.markov_rank,
+            markov_head_type="vanilla",
+            block_size=shape.block,
+            mask_token_id=draft.mask_token_id,
+            num_anchors=shape.anchors,
+        ),
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3DSparkModel(config).bfloat16()
+    model.set_embedding_head_trainable(False)
+    compiled = torch.compile(model, dynamic=True)
+    inputs = [random_batch(geometry, shape, seed).to("cuda") for seed in range(3)]
+    loss_mask = torch.ones(1, shape.tokens, device="cuda")
+
+    def step(index: int) -> None:
+        batch = inputs[index % len(inputs)]
+        outputs = compiled(
+            input_ids=batch.token_ids_BS,
+            target_hidden_states=batch.features_BSF,
+            loss_mask=loss_mask,
+            target_last_hidden_states=batch.target_states_BSD,
+        )
+        compute_dspark_loss(
+            outputs=outputs,
+            loss_decay_gamma=4.0,
+            ce_loss_alpha=0.1,
+            l1_loss_alpha=0.9,
+            confidence_head_alpha=1.0,
+        ).backward()
+        metrics.reset()
+        model.zero_grad(set_to_none=True)
+
+    ms, spread, peak = measured(step, steps)
+    return {
+        "deepspec_step_ms": ms,
+        "deepspec_step_spread_ms": spread,
+        "deepspec_peak_memory_gb": peak,
+    }
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> dict[str, float]:
+    """Each part alone, forward and backward, on the step's shapes."""
+    config = geometry.draft(shape.block)
+    batch = random_batch(geometry, shape, 0)
+    on_device = batch.to("cuda")
+    rows, width = shape.anchors * shape.block, config.hidden_size
+
+    def random(*sizes: int, grad: bool = True) -> torch.Tensor:
+        values = torch.randn(sizes, device="cuda", dtype=torch.bfloat16) * sizes[-1] ** -0.5
+        return values.requires_grad_(grad)
+
+    def products(*pairs: tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], None]:
+        outs = [torch.randn_like(x @ w.t()) for x, w in pairs]
+
+        def run(_: int) -> None:
+            for (x, w), out in zip(pairs, outs, strict=True):
+                (x @ w.t()).backward(out)
+                x.grad = w.grad = None
+
+        return run
+
+    found: dict[str, float] = {}
+
+    def record(name: str, step: Callable[[int], None], times: int = 1) -> None:
+        found[f"part_{name}_ms"] = times * time_ms(step, 10)[0]
+        free()
+
+    record("fc", products((on_device.features_BSF[0], random(width, config.num_context_features))))
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    dim, layers = config.head_dim, config.num_hidden_layers
+    context, x = random(shape.tokens, width), random(rows, width)
+    record("context_kv", products(*((context, random(kv * dim, width)) for _ in range(2))), layers)
+    inner = random(rows, config.intermediate_size)
+    sizes = (heads * dim, kv * dim, kv * dim, config.intermediate_size, config.intermediate_size)
+    record(
+        "layer_products",
+        products(
+            *((x, random(out, width)) for out in sizes),
+            (random(rows, heads * dim), random(width, heads * dim)),
+            (inner, random(width, config.intermediate_size)),
+        ),
+        layers,
+    )
+    queries = random(1, heads, rows, dim)
+    keys, values = (random(1, kv, shape.tokens + rows, dim) for _ in range(2))
+    compiled = torch.compile(attend, dynamic=False)
+    upstream = torch.randn_like(queries)
+
+    def attention(_: int) -> None:
+        mask = block_mask(
+            on_device.context_start_BA, on_device.anchors_BA, shape.tokens, shape.block
+        )
+        compiled(queries, keys, values, mask).backward(upstream)
+        queries.grad = keys.grad = values.grad = None
+
+    record("attention", attention, layers)
+    lm_head = random(config.vocab_size, width, grad=False)
+    w2 = random(config.vocab_size, config.markov_rank)
+    hidden, features = random(rows, width), random(rows, config.markov_rank)
+
+    def vocabulary(_: int) -> None:
+        fused_objective(
+            hidden,
+            features,
+            lm_head,
+            w2,
+            on_device.target_states_BSD.reshape(-1, width)[on_device.target_slots_U],
+            on_device.target_of_row_N,
+            on_device.labels_BAG.reshape(-1),
+            on_device.valid_BAG.reshape(-1),
+            None,
+            target_bounds_M2=batch.target_bounds_M2,
+            block_size=shape.block,
+            config=objective,
+            term_scale=1.0,
+            confidence_scale=1.0,
+        ).loss.backward()
+        hidden.grad = features.grad = w2.grad = None
+
+    record("vocabulary_and_objective", vocabulary)
+    unique = batch.target_slots_U.numel()
+
+    def vocabulary_products(_: int) -> None:
+        logits = hidden.detach() @ lm_head.t()
+        logits.addmm_(features.detach(), w2.detach().t())
+        on_device.target_states_BSD[0, :unique] @ lm_head.t()
+        logits @ lm_head
+        logits @ w2.detach()
+        logits.t() @ features.detach()
+
+    record("vocabulary_products", vocabulary_products)
+    found["part_objective_kernels_ms"] = (
+        found["part_vocabulary_and_objective_ms"] - found["part_vocabulary_products_ms"]
+    )
+    return found
+
+
+def optimizer_overhead(
+    geometry: Geometry, shape: Shape, objective: ObjectiveConfig, accumulation: int
+) -> dict[str, float]:
+    """A whole optimizer step through DeepSpeed against its forward and backward passes alone."""
+    if not torch.distributed.is_initialized():
+        init_process_group("cuda:0", rank=0, world_size=1, master_port=29534, timeout_seconds=60.0)
+    model = build(geometry, shape, objective)
+    batches = [random_batch(geometry, shape, seed) for seed in range(3)]
+    passes = step_of(model, batches)
+    alone = accumulation * time_ms(passes, 10)[0]
+    scales = [[1.0 / float(d) for d in batch_denominators(b, objective)] for b in batches]
+    on_device = [b.to("cuda") for b in batches]
+    train = TrainSettings(
+        learning_rate=1e-4, global_batch_size=accumulation, micro_batch_size=1, zero_stage=1
+    )
+    engine, _ = initialise_engine(model, train, world_size=1)
+
+    def step(index: int) -> None:
+        for micro in range(accumulation):
+            place = (index * accumulation + micro) % len(batches)
+            result = engine(on_device[place], *scales[place])
+            engine.backward(result.loss, scale_wrt_gas=False)
+            engine.step()
+
+    ms, spread, peak = measured(step, 5)
+    return {
+        "optimizer_step_ms": ms,
+        "optimizer_step_spread_ms": spread,
+        "optimizer_step_passes_ms": alone,
+        "optimizer_overhead_fraction": ms / alone - 1.0,
+        "optimizer_step_peak_memory_gb": peak,
+        "optimizer_accumulation_steps": accumulation,
+    }
+
+
+def long_context(geometry: Geometry, objective: ObjectiveConfig, steps: int) -> dict[str, float]:
+    """Time and memory over tokens and anchors."""
+    found = {}
+    for anchors in (512, 2048):
+        for tokens in (4096, 32_768, 131_072):
+            shape = Shape(tokens, anchors, 7)
+            torch._dynamo.reset()
+            free()
+            result = ours(geometry, shape, objective, steps)
+            for name in ("step_ms", "peak_memory_gb", "necessary_tflop"):
+                found[f"tokens_{tokens}_anchors_{anchors}_{name}"] = result[name]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--anchors", type=int, default=512)
+    parser.add_argument("--block", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--chunk-rows", type=int, default=0)
+    parser.add_argument("--deepspec", type=Path, help="a checkout of DeepSpec to run beside")
+    parser.add_argument("--float8", action="store_true", help="also with objective.float8_logits")
+    parser.add_argument("--parts", action="store_true", help="also each part alone")
+    parser.add_argument("--optimizer", type=int, default=0, metavar="ACCUMULATION")
+    parser.add_argument("--block16", action="store_true", help="also with blocks of 16")
+    parser.add_argument("--long", action="store_true", help="instead: 32,768 and 131,072 tokens")
+    parser.add_argument("--name", default="", help="of the record; by default the geometry")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the record")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is there; allowed: a machine with one")
+    geometry = GEOMETRIES[args.geometry]
+    shape = Shape(args.tokens, args.anchors, args.block)
+    objective = ObjectiveConfig(chunk_rows=args.chunk_rows)
+    rate = matmul_tflops()
+    figures: dict[str, Any] = {"matmul_tflops": rate}
+    if args.long:
+        figures |= long_context(geometry, objective, args.steps)
+        write_record(args.name or "train_step_long", figures, folder=args.out)
+        return
+    figures |= ours(geometry, shape, objective, args.steps)
+    figures["mfu"] = figures["necessary_tflop"] / figures["step_ms"] * 1e3 / rate
+    print(figures, flush=True)
+    free()
+    if args.float8:
+        quantised = ObjectiveConfig(chunk_rows=args.chunk_rows, float8_logits=True)
+        result = ours(geometry, shape, quantised, args.steps)
+        figures["float8_step_ms"] = result["step_ms"]
+        figures["float8_peak_memory_gb"] = result["peak_memory_gb"]
+        free()
+    if args.block16:
+        result = ours(geometry, Shape(args.tokens, args.anchors, 16), objective, args.steps)
+        figures["block16_step_ms"] = result["step_ms"]
+        figures["block16_peak_memory_gb"] = result["peak_memory_gb"]
+        figures["block16_necessary_tflop"] = result["necessary_tflop"]
+        free()
+    if args.parts:
+        figures |= part_times(geometry, shape, objective)
+        print(figures, flush=True)
+    if args.optimizer:
+        figures |= optimizer_overhead(geometry, shape, objective, args.optimizer)
+        free()
+    if args.deepspec:
+        torch._dynamo.reset()
+        figures |= deepspec(args.deepspec, geometry, shape, args.steps)
+        for name in ("step_ms", "float8_step_ms"):
+            if name in figures:
+                key = "speedup_vs_deepspec" if name == "step_ms" else "float8_speedup_vs_deepspec"
+                figures[key] = figures["deepspec_step_ms"] / figures[name]
+    write_record(args.name or f"train_step_{args.geometry}", figures, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()
