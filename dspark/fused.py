@@ -415,10 +415,11 @@ def _draft_logits(
 def _chunk_rows(
     config: ObjectiveConfig, block_size: int, hidden_ND: torch.Tensor, lm_head_VD: torch.Tensor
 ) -> int:
-    """Rows of a chunk, whole blocks: `config.chunk_rows`, or by default what suits the device."""
-    rows = config.chunk_rows
-    if not rows:
-        rows = CPU_CHUNK_ROWS
-        if hidden_ND.is_cuda:
-            rows = GPU_CHUNK_BYTES // (lm_head_VD.shape[0] * hidden_ND.element_size())
-    return max(1, rows // block_size) * block_size
+    """Rows of a chunk, whole blocks: at most `config.chunk_rows`, or what suits the device."""
+    rows = config.chunk_rows or CPU_CHUNK_ROWS
+    if not config.chunk_rows and hidden_ND.is_cuda:
+        rows = GPU_CHUNK_BYTES // (lm_head_VD.shape[0] * hidden_ND.element_size())
+    num_blocks = hidden_ND.shape[0] // block_size
+    num_chunks = -(-num_blocks // max(1, rows // block_size))
+    # Equal chunks: a short last one would leave most of a GPU idle.
+    return -(-num_blocks // max(1, num_chunks)) * block_size
