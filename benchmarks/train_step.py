@@ -5,7 +5,8 @@
 
 Forward and backward of one micro-batch, on random bfloat16 data, median of the steps. FOLDER is a
 checkout of github.com/deepseek-ai/DeepSpec, which then runs in the same process on the same
-shapes and compiled too, for static shapes: its own dynamic=True does not compile with torch 2.11. Writes `benchmarks/results/train_step_NAME.json`.
+shapes, compiled for them: its own dynamic=True does not compile with torch 2.11. Writes
+`benchmarks/results/train_step_NAME.json`.
 """
 
 from __future__ import annotations
