@@ -307,6 +307,26 @@ def deepspec(folder: Path, geometry: Geometry, shape: Shape, steps: int) -> dict
 # --- parts ----------------------------------------------------------------------------------------
 
 
+def print_kernels(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> None:
+    """The GPU's time in a step, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step = step_of(build(geometry, shape, objective), [random_batch(geometry, shape, 0)])
+    for index in range(3):
+        step(index)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for index in range(3):
+            step(index)
+        torch.cuda.synchronize()
+    kernels = [e for e in trace.key_averages() if e.self_device_time_total]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in kernels)
+    print(f"kernels: {total / 3e3:.2f} ms a step")
+    for event in kernels[:45]:
+        ms, count = event.self_device_time_total / 3e3, event.count // 3
+        print(f"{ms:8.3f} ms  {count:4d}x  {event.key[:150]}")
+
+
 def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> dict[str, float]:
     """Each part alone, forward and backward, on the step's shapes."""
     config = geometry.draft(shape.block)
@@ -467,6 +487,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--chunk-rows", type=int, default=0)
     parser.add_argument("--deepspec", type=Path, help="a checkout of DeepSpec to run beside")
+    parser.add_argument("--profile", action="store_true", help="print the step's kernels")
     parser.add_argument("--float8", action="store_true", help="also with objective.float8_logits")
     parser.add_argument("--parts", action="store_true", help="also each part alone")
     parser.add_argument("--optimizer", type=int, default=0, metavar="ACCUMULATION")
@@ -490,6 +511,9 @@ def main() -> None:
     figures["mfu"] = figures["necessary_tflop"] / figures["step_ms"] * 1e3 / rate
     print(figures, flush=True)
     free()
+    if args.profile:
+        print_kernels(geometry, shape, objective)
+        free()
     if args.float8:
         quantised = ObjectiveConfig(chunk_rows=args.chunk_rows, float8_logits=True)
         result = ours(geometry, shape, quantised, args.steps)

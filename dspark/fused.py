@@ -148,9 +148,8 @@ class _Gradients:
         if self._markov is not None:
             features, grad_features, w2 = self._markov
             grad_features[rows] = grad_RV @ w2
-            part = grad_RV.t() @ features[rows]
-            # Several chunks are summed in float32; a single one needs no copy in that type.
-            self._w2 = part if self._w2 is None else self._w2.float().add_(part)
+            # Several chunks are summed in float32.
+            self._w2 = _add_product(self._w2, grad_RV.t(), features[rows])
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All three, each in its parameter's type; None without a Markov head."""
@@ -159,6 +158,18 @@ class _Gradients:
         _, grad_features, w2 = self._markov
         grad_w2 = torch.zeros_like(w2) if self._w2 is None else self._w2.to(w2.dtype)
         return self._hidden, grad_features, grad_w2
+
+
+def _add_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor:
+    """float32 `total + left @ right`."""
+    if left.is_cuda and left.dtype != torch.float32:
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.addmm(total, left, right, out_dtype=torch.float32)
+    product = (left @ right).float()
+    return product if total is None else total.add_(product)
 
 
 class FusedLinearObjective(torch.autograd.Function):

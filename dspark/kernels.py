@@ -71,11 +71,12 @@ def _lse_kernel(
             home = tl.where(top > best, start, home)
             new = tl.maximum(best, top)
             terms = tl.exp2(tl.fma(x, log2_scale, -(new * log2_scale)[:, None]))
-            total = total * tl.exp2(best * log2_scale - new * log2_scale)
+            # Difference first: where nothing was met yet, a fused multiply-add would not cancel.
+            total = total * tl.exp2((best - new) * log2_scale)
             total += tl.reduce(terms, 1, tl.standard._sum_combine)
             best = new
         largest = tl.reduce(best, 0, tl.standard._elementwise_max)
-        total *= tl.exp2(best * log2_scale - largest * log2_scale)
+        total *= tl.exp2((best - largest) * log2_scale)
         lse2 = largest * log2_scale + tl.log2(tl.reduce(total, 0, tl.standard._sum_combine))
         tl.store(lse_ptr + row, lse2 * _LN2)
         if argmax_ptr is not None:
