@@ -66,3 +66,13 @@ class RowRefused(ValueError):  # noqa: N818 - an expected outcome, as its name s
         self.detail = detail
         self.token_ids = tuple(token_ids)
         self.loss_mask = tuple(loss_mask)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception is otherwise made anew from its text alone when it comes from a process.
+        return _again, (self.reason, self.detail, self.token_ids, self.loss_mask)
+
+
+def _again(
+    reason: Reason, detail: str, token_ids: Sequence[int], loss_mask: Sequence[bool]
+) -> RowRefused:
+    return RowRefused(reason, detail, token_ids=token_ids, loss_mask=loss_mask)
