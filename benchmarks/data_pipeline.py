@@ -38,11 +38,11 @@ REPEATS = 25
 
 
 def synthetic_row(number: int) -> dict[str, Any]:
-    """A conversation of one to three questions and answers; the same for the same number."""
+    """A conversation of one or two questions and answers; the same for the same number."""
     rng = random.Random(number)
     messages = []
-    for _ in range(rng.randint(1, 3)):
-        for role, most in (("user", 20), ("assistant", 40)):
+    for _ in range(rng.randint(1, 2)):
+        for role, most in (("user", 12), ("assistant", 24)):
             words = rng.choices(WORDS, k=rng.randint(3, most))
             messages.append({"role": role, "content": f"{' '.join(words)} {number}."})
     return {"id": str(number), "messages": messages}

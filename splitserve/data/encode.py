@@ -100,8 +100,8 @@ def _joined(pieces: Sequence[str], encodings: Sequence[Any]) -> Encoded:
         ids.append(np.array(encoding.ids, dtype=np.int64))
         places.append(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + shift)
         shift += len(piece)
-    joined = np.concatenate(places)
-    return Encoded(np.concatenate(ids), joined[:, 0], joined[:, 1])
+    joined = np.concatenate(places) if len(places) > 1 else places[0]
+    return Encoded(np.concatenate(ids) if len(ids) > 1 else ids[0], joined[:, 0], joined[:, 1])
 
 
 def _is_local(backend: Any) -> bool:

@@ -293,8 +293,11 @@ class ChatRenderer:
     def _span(self, text: str, turn: Turn, generation_prompt: str) -> tuple[int, int, int]:
         """Begin, end and end token of what is supervised of one turn."""
         header = text[turn.begin : turn.first]
-        same = (a == b for a, b in zip(generation_prompt, header, strict=False))
-        shared = sum(1 for _ in itertools.takewhile(bool, same))
+        if header.startswith(generation_prompt):
+            shared = len(generation_prompt)
+        else:
+            same = (a == b for a, b in zip(generation_prompt, header, strict=False))
+            shared = sum(1 for _ in itertools.takewhile(bool, same))
         gap = header[shared:]
         # White space after the header belongs to the answer's first token; a thought's tag or a
         # tool call's is the target's to write. Anything else the template has put in by itself.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from splitserve.data.length import Document
 from splitserve.data.refusal import ZERO_MASK, Reason, RowRefused
 
@@ -156,7 +158,7 @@ class DropReport:
         self.num_used += 1
         self.num_truncated += sample.truncated
         self.num_tokens += len(sample.token_ids)
-        supervised = int(sum(sample.loss_mask))
+        supervised = int(np.count_nonzero(sample.loss_mask))
         self.num_supervised += supervised
         whole = sample.num_whole_supervised if isinstance(sample, Document) else supervised
         self.num_whole_supervised += whole

@@ -11,12 +11,15 @@ would make batches depend on when the drop became known.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from dspark.anchors import counter_rng
 
 T = TypeVar("T")
 
@@ -33,18 +36,28 @@ class _Epoch:
 class SampleSchedule:
     """Epochs in which every sample occurs once, cut into batches that may straddle two epochs.
 
+    With `replay`, the first pass over the samples is spread over more steps: its batches take a few
+    samples that are new and fill up with such that were trained on before, so that trainers need
+    not wait for answers. Later epochs are as without.
+
     Args:
         sample_ids: every sample of the run, in any order.
         global_batch_size: samples per optimizer step over all ranks.
         num_steps: optimizer steps of the run.
         seed: of the run.
+        replay: share of a batch of the first pass that was trained on before, 0 to below 1.
 
     Raises:
         ValueError: no samples, a sample twice, or a number out of range.
     """
 
     def __init__(
-        self, sample_ids: Iterable[str], global_batch_size: int, num_steps: int, seed: int
+        self,
+        sample_ids: Iterable[str],
+        global_batch_size: int,
+        num_steps: int,
+        seed: int,
+        replay: float = 0.0,
     ) -> None:
         self._sample_ids = tuple(sorted(sample_ids))
         self._seed = seed
@@ -62,6 +75,41 @@ class SampleSchedule:
         for name, value in (("global_batch_size", global_batch_size), ("steps", num_steps)):
             if value < 1:
                 raise ValueError(f"train.{name}: {value} is not positive; give at least 1")
+        if not 0.0 <= replay < 1.0:
+            raise ValueError(
+                f"train.replay: {replay} is not usable; allowed: 0 to below 1; 0 trains on every "
+                "sample once before any again"
+            )
+        self._first_pass: tuple[tuple[tuple[int, str], ...], ...] = ()
+        self._first_pass_uses: dict[str, list[int]] = {}
+        if replay:
+            self._plan_first_pass(max(1, round(global_batch_size * (1.0 - replay))))
+
+    def _plan_first_pass(self, new_per_step: int) -> None:
+        """Batches until every sample was new once; the first batch is all new."""
+        order, size = self.epoch_order(0), self.global_batch_size
+        batches = []
+        known = 0
+        while known < len(order) and len(batches) < self.num_steps:
+            step = len(batches)
+            new = order[known : known + (new_per_step if step else size)]
+            rng = counter_rng("replay", self._seed, step)
+            places = rng.choice(known, min(known, size - len(new)), replace=False) if known else []
+            # A visit needs a number of its own, which the anchors are drawn by.
+            batches.append(
+                tuple((0, sample_id) for sample_id in new)
+                + tuple((-1 - step, order[place]) for place in sorted(places))
+            )
+            known += len(new)
+            for _, sample_id in batches[-1]:
+                self._first_pass_uses.setdefault(sample_id, []).append(step)
+        self._first_pass = tuple(batches)
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps ahead a sample may be prepared: from the first, those reach them all."""
+        per_epoch = -(-self.num_samples // self.global_batch_size) + 1
+        return max(per_epoch, len(self._first_pass))
 
     @property
     def num_samples(self) -> int:
@@ -78,12 +126,16 @@ class SampleSchedule:
     def batch(self, step: int) -> tuple[tuple[int, str], ...]:
         """The (epoch, sample id) pairs of one optimizer step, over all ranks.
 
+        The epoch of a sample that is replayed within the first pass is a negative number.
+
         Raises:
             ValueError: the step is not one of the run's.
         """
         if not 0 <= step < self.num_steps:
             raise ValueError(f"step {step} is not in 0 ... {self.num_steps - 1}")
-        first = step * self.global_batch_size
+        if step < len(self._first_pass):
+            return self._first_pass[step]
+        first = self._position(step)
         return tuple(
             (epoch, self.epoch_order(epoch)[place])
             for epoch, place in (
@@ -98,14 +150,24 @@ class SampleSchedule:
         Raises:
             ValueError: the schedule does not have that sample.
         """
-        start = max(step, 0) * self.global_batch_size
+        uses = self._first_pass_uses.get(sample_id, ())
+        if (index := bisect.bisect_left(uses, step)) < len(uses):
+            return uses[index]
+        step = max(step, len(self._first_pass))
+        start = self._position(step)
         epoch, offset = divmod(start, self.num_samples)
         place = self._place(sample_id, epoch)
         if place < offset:
             epoch += 1
             place = self._place(sample_id, epoch)
-        use = (epoch * self.num_samples + place) // self.global_batch_size
+        position = epoch * self.num_samples + place
+        use = step + (position - start) // self.global_batch_size
         return use if use < self.num_steps else None
+
+    def _position(self, step: int) -> int:
+        """How far into the epochs, laid end to end, a step after the first pass begins."""
+        position = (step - len(self._first_pass)) * self.global_batch_size
+        return position + (self.num_samples if self._first_pass else 0)
 
     def _place(self, sample_id: str, epoch: int) -> int:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,14 +89,26 @@ class TemplateTracer:
     """
 
     def __init__(self, compiled: Template, source: str) -> None:
-        environment = compiled.environment
-        tree = environment.parse(source)
-        tree = _Instrument().visit(tree)
+        # Filters and not functions: the sandbox looks at every call of a function.
+        environment = compiled.environment.overlay()
+        environment.filters = {
+            **environment.filters,
+            _OPEN: lambda value: self._mark(value, closing=False),
+            _CLOSE: lambda value: self._mark(value, closing=True),
+        }
+        tree = _Instrument().visit(environment.parse(source))
         for node in tree.find_all(nodes.Node):
             node.set_environment(environment)
         tree.set_environment(environment)
         code = environment.compile(tree, "chat_template", "chat_template")
         self._template = Template.from_code(environment, code, environment.make_globals(None))
+        self._index: dict[int, int] = {}
+        """Of the messages that are being rendered, by identity."""
+        self._base = 0
+
+    def _mark(self, value: object, *, closing: bool) -> str:
+        message = self._index.get(id(value))
+        return "" if message is None else chr(self._base + 2 * message + closing)
 
     def trace(self, plain: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
         """Find every answer in `plain`, which the template has rendered from the same arguments.
@@ -109,15 +121,8 @@ class TemplateTracer:
         for placing in _PLACINGS:
             marks = _Marks(base, len(messages))
             marked = [_marked(i, m, marks, placing) for i, m in enumerate(messages)]
-            index = {id(message): i for i, message in enumerate(marked)}
-            text = self._template.render(
-                messages=marked,
-                **variables,
-                **{
-                    _OPEN: _marker(index, marks, closing=False),
-                    _CLOSE: _marker(index, marks, closing=True),
-                },
-            )
+            self._base, self._index = base, {id(m): i for i, m in enumerate(marked)}
+            text = self._template.render(messages=marked, **variables)
             found = [
                 (m.start() - k, ord(m[0]) - base) for k, m in enumerate(pattern.finditer(text))
             ]
@@ -140,8 +145,8 @@ class _Instrument(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2's name
         self.generic_visit(node)
         names = [n.name for n in _names(node.target)]
-        opening = [_output(_call(_OPEN, name), node.lineno) for name in names]
-        closing = [_output(_call(_CLOSE, name), node.lineno) for name in names]
+        opening = [_output(_filtered(_OPEN, name), node.lineno) for name in names]
+        closing = [_output(_filtered(_CLOSE, name), node.lineno) for name in names]
         node.body = [*opening, *node.body, *closing]
         return node
 
@@ -150,8 +155,8 @@ def _names(target: nodes.Node) -> list[nodes.Name]:
     return [target] if isinstance(target, nodes.Name) else list(target.find_all(nodes.Name))
 
 
-def _call(function: str, argument: str) -> nodes.Expr:
-    return nodes.Call(nodes.Name(function, "load"), [nodes.Name(argument, "load")], [], None, None)
+def _filtered(name: str, variable: str) -> nodes.Expr:
+    return nodes.Filter(nodes.Name(variable, "load"), name, [], [], None, None)
 
 
 def _output(expression: nodes.Expr, lineno: int) -> nodes.Output:
@@ -166,16 +171,18 @@ class _Marks:
     def __init__(self, base: int, num_messages: int) -> None:
         self._base = base
         self._limit = base + 0xFFFD
+        if base + 2 * num_messages > self._limit:
+            raise NotTraced("the conversation has more messages than there are marks")
         self.num_messages = num_messages
         self.inside: list[tuple[int, str, bool]] = []
         """(message, kind, closing) of each further mark."""
 
-    def of_message(self, message: int, closing: bool) -> str:
-        return self._char(2 * message + closing)
-
     def new(self, message: int, kind: str, closing: bool) -> str:
         self.inside.append((message, kind, closing))
-        return self._char(2 * self.num_messages + len(self.inside) - 1)
+        place = self._base + 2 * self.num_messages + len(self.inside) - 1
+        if place > self._limit:
+            raise NotTraced("the conversation has more parts than there are marks")
+        return chr(place)
 
     def around(self, text: str, message: int, kind: str, outside: bool) -> str:
         """The text between two marks; the text itself where it is blank."""
@@ -188,19 +195,6 @@ class _Marks:
             lead, trail = text[:start], text[start + len(core) :]
             text = core
         return f"{lead}{self.new(message, kind, False)}{text}{self.new(message, kind, True)}{trail}"
-
-    def _char(self, number: int) -> str:
-        if self._base + number > self._limit:
-            raise NotTraced("the conversation has more parts than there are marks")
-        return chr(self._base + number)
-
-
-def _marker(index: Mapping[int, int], marks: _Marks, *, closing: bool) -> Callable[[object], str]:
-    def write(value: object) -> str:
-        message = index.get(id(value))
-        return "" if message is None else marks.of_message(message, closing)
-
-    return write
 
 
 def _marked(number: int, message: Message, marks: _Marks, placing: _Placing) -> Message:

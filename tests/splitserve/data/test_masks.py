@@ -466,6 +466,15 @@ def test_private_use_characters_of_one_plane_are_text() -> None:
         check(tokenizer, renderer, messages, FAMILIES["headers"].pieces(messages))
 
 
+def test_more_messages_than_marks_are_refused() -> None:
+    _, renderer = renderer_of("headers")
+    messages = [m for _ in range(17_000) for m in (user("x"), assistant("y"))]
+    with pytest.raises(RowRefused, match="more messages than there are marks"):
+        renderer.render_conversation(messages)
+    with pytest.raises(RowRefused, match="more parts than there are marks"):
+        renderer.render_conversation(messages[:32_700])
+
+
 def test_loops_that_are_left_early_and_captured_output() -> None:
     tokenizer = FAMILIES["headers"].tokenizer()
     tokenizer.chat_template = (
