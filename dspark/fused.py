@@ -15,12 +15,14 @@ For one row, with q = softmax(z) the draft's and p the target's distribution, y 
     KL  = Σ p log(p/q)          dKL/dz  = q - p
     LK  = λ KL + (1-λ) (1-α),   λ = exp(-η α), detached
 
+    -W α (on-policy, `onpolicy_weights`): W (c q - t), and the weight of CE that it adds
+
 so every mixture has the gradient A q - B t - C p - D e_y with four numbers per row. α and c are
 sums of positive numbers: unlike 1 - ½‖q-p‖₁ they keep their relative precision where the draft
 and the target hardly overlap, which is where NLA starts.
 
-Shapes: N = blocks * G rows, block by block; R the rows of a chunk that have a label; U unique
-target positions; D hidden, r Markov rank, V vocabulary.
+Shapes: N = blocks * G rows, block by block; S statistics; R the rows of a chunk that have a label;
+U unique target positions; D hidden, r Markov rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from dspark.objective_config import ObjectiveConfig, position_weights
+from dspark.objective_config import ObjectiveConfig, onpolicy_weights, position_weights
 
 MIN_ALPHA = 1e-36
 """Keeps 1/α finite in float32."""
@@ -106,6 +108,8 @@ class RowStatistics(NamedTuple):
     hit: torch.Tensor
     """1 where the label is the draft's first choice."""
     weight: torch.Tensor
+    prefix: torch.Tensor
+    """Probability that the data's tokens before this row would be accepted."""
 
     @property
     def l1(self) -> torch.Tensor:
@@ -118,12 +122,16 @@ class RowStatistics(NamedTuple):
     def loss(self, config: ObjectiveConfig) -> torch.Tensor:
         """The weighted mixture of every row's terms, [rows]; 0 for rows without a label."""
         hybrid = torch.exp(-config.eta * self.alpha)
-        return self.weight * (
-            config.ce * self.ce
-            + config.l1 * self.l1
-            + config.nla * self.nla
-            + config.kl * self.kl
-            + config.lk_hybrid * (hybrid * self.kl + (1.0 - hybrid) * (1.0 - self.alpha))
+        return (
+            self.weight
+            * (
+                config.ce * self.ce
+                + config.l1 * self.l1
+                + config.nla * self.nla
+                + config.kl * self.kl
+                + config.lk_hybrid * (hybrid * self.kl + (1.0 - hybrid) * (1.0 - self.alpha))
+            )
+            - config.accept_onpolicy * self.prefix * self.alpha
         )
 
 
@@ -173,7 +181,7 @@ def _add_product(
 
 
 class FusedLinearObjective(torch.autograd.Function):
-    """Scaled loss and stacked `RowStatistics` [6, N]; gradients for the first three arguments."""
+    """Scaled loss and stacked `RowStatistics` [7, N]; gradients for the first three arguments."""
 
     @staticmethod
     def forward(
@@ -191,7 +199,9 @@ class FusedLinearObjective(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad[:3])
         num_rows = hidden_ND.shape[0]
         grads = _Gradients(hidden_ND, features_Nr, markov_w2_Vr) if needs_grad else None
-        stats = torch.zeros(6, num_rows, dtype=torch.float32, device=hidden_ND.device)
+        stats = torch.zeros(
+            len(RowStatistics._fields), num_rows, dtype=torch.float32, device=hidden_ND.device
+        )
         chunks = _device_chunks if hidden_ND.is_cuda else _cpu_chunks
         draft = (hidden_ND, features_Nr, markov_w2_Vr)
         grad_scale = scale if needs_grad else None
@@ -222,7 +232,7 @@ def _cpu_chunks(
     block_size: int,
     config: ObjectiveConfig,
     grad_scale: float | torch.Tensor | None,
-    stats_6N: torch.Tensor,
+    stats_SN: torch.Tensor,
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     """Chunk by chunk, fill in the statistics; rows without a label cost no vocabulary product.
 
@@ -247,9 +257,9 @@ def _cpu_chunks(
         for block, count in enumerate(valid_MG.sum(1).tolist()):
             start, stop = stop, stop + count
             if count:
-                stats_6N[:, rows[start:stop]] = _block(
+                stats_SN[:, rows[start:stop]] = _block(
                     logits[start:stop],
-                    [shared.row(place) for place in places[start:stop]],
+                    [shared.row(places[row], labels[row]) for row in range(start, stop)],
                     labels[start:stop],
                     valid_MG[block : block + 1],
                     config,
@@ -263,16 +273,19 @@ class _TargetRows:
     """The target's distributions at a chunk's unique positions, each computed once."""
 
     def __init__(self, logits_UV: torch.Tensor, temperature: float) -> None:
+        self._logits_UV, self._temperature = logits_UV, temperature
         self._probs_UV = torch.empty(logits_UV.shape, dtype=torch.float32)
-        self._entropies = []
+        self._lse_U, self._entropy_U = [], []
         for probs_V, logits_V in zip(self._probs_UV, logits_UV, strict=True):
             lse, _ = _softmax_into(probs_V, logits_V, temperature)
             mean = float(torch.dot(probs_V, logits_V.float())) / temperature
-            self._entropies.append(lse - mean)
+            self._lse_U.append(lse)
+            self._entropy_U.append(lse - mean)
 
-    def row(self, place: int) -> tuple[torch.Tensor, float]:
-        """Probabilities float32 [V], and their entropy."""
-        return self._probs_UV[place], self._entropies[place]
+    def row(self, place: int, label: int) -> tuple[torch.Tensor, float, float]:
+        """p, float32 [V], its entropy, and log p(label)."""
+        label_logit = float(self._logits_UV[place, label]) / self._temperature
+        return self._probs_UV[place], self._entropy_U[place], label_logit - self._lse_U[place]
 
 
 def _softmax_into(
@@ -295,25 +308,25 @@ def _softmax_into(
 
 def _block(
     logits_RV: torch.Tensor,
-    targets: list[tuple[torch.Tensor, float]],
+    targets: list[tuple[torch.Tensor, float, float]],
     labels: list[int],
     valid_1G: torch.Tensor,
     config: ObjectiveConfig,
     scale: float | None,
     scratch: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Stacked `RowStatistics` [6, R] of one block's R labelled rows.
+    """Stacked `RowStatistics` [7, R] of one block's R labelled rows.
 
     Unless `scale` is None, the gradient of the scaled loss overwrites `logits_RV`.
 
     Args:
-        targets: each row's p and its entropy.
+        targets: each row's p, its entropy and log p(label).
         scratch: two float32 buffers of at least [R, V].
     """
     q_RV, below_RV = scratch
     temperature = config.temperature
     found = []
-    for z, q, below, (p, entropy), label in zip(
+    for z, q, below, (p, entropy, label_logp), label in zip(
         logits_RV, q_RV, below_RV, targets, labels, strict=False
     ):
         lse, largest = _softmax_into(q, z, temperature)
@@ -327,52 +340,61 @@ def _block(
         )
         alpha = min(float(torch.minimum(q, p, out=below).sum()), 1.0)
         torch.lt(q, p, out=below).mul_(q)
-        found.append((alpha, lse - label_logit, kl, float(q[label]), is_choice, float(below.sum())))
+        ratio = math.exp(min(0.0, label_logit - lse - label_logp))
+        found.append(
+            (alpha, lse - label_logit, kl, float(q[label]), is_choice, float(below.sum()), ratio)
+        )
     values = torch.tensor(found, dtype=torch.float32).t()
-    alpha_R, ce_R, kl_R, label_q_R, hit_R, below_sum_R = values
-    weight_R = _block_weights(config, alpha_R, label_q_R, valid_1G)
+    alpha_R, ce_R, kl_R, label_q_R, hit_R, below_sum_R, ratio_R = values
+    places = valid_1G.view(-1).nonzero().view(-1)
+
+    def of_block(values_R: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(valid_1G.shape).index_copy_(1, places, values_R.unsqueeze(0))
+
+    alpha_1G = of_block(alpha_R)
+    weight_R = position_weights(config, alpha_1G, of_block(label_q_R), valid_1G)[0, places]
+    prefix_1G, credit_1G = onpolicy_weights(of_block(ratio_R), alpha_1G, valid_1G)
+    prefix_R, credit_R = prefix_1G[0, places], credit_1G[0, places]
     if scale is not None:
-        factors = coefficients(alpha_R, below_sum_R, weight_R * (scale / temperature), config)
+        weights = (weight_R, prefix_R, credit_R)
+        factors = coefficients(alpha_R, below_sum_R, weights, scale / temperature, config)
         for row, (a, b, c, d) in enumerate(factors.t().tolist()):
             grad = q_RV[row].mul_(a).add_(below_RV[row], alpha=-b)
             if c:
                 grad.add_(targets[row][0], alpha=-c)
             grad[labels[row]] -= d
             logits_RV[row].copy_(grad)
-    return torch.stack([alpha_R, ce_R, kl_R, label_q_R, hit_R, weight_R])
+    return torch.stack([alpha_R, ce_R, kl_R, label_q_R, hit_R, weight_R, prefix_R])
 
 
 def _needs_kl(config: ObjectiveConfig) -> bool:
     return config.kl > 0.0 or config.lk_hybrid > 0.0
 
 
-def _block_weights(
-    config: ObjectiveConfig, alpha_R: torch.Tensor, label_q_R: torch.Tensor, valid_1G: torch.Tensor
-) -> torch.Tensor:
-    """Position weights of one block's labelled rows, [R]."""
-    alpha_1G = torch.zeros(valid_1G.shape)
-    label_q_1G = torch.zeros_like(alpha_1G)
-    alpha_1G[valid_1G], label_q_1G[valid_1G] = alpha_R, label_q_R
-    return position_weights(config, alpha_1G, label_q_1G, valid_1G)[valid_1G]
-
-
 def coefficients(
-    alpha_R: torch.Tensor, below_R: torch.Tensor, factor_R: torch.Tensor, config: ObjectiveConfig
+    alpha_R: torch.Tensor,
+    below_R: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float | torch.Tensor,
+    config: ObjectiveConfig,
 ) -> torch.Tensor:
-    """A, B, C and D of every row's gradient, times its factor, float32 [4, R].
+    """A, B, C and D of every row's scaled gradient, float32 [4, R].
 
     Args:
         below_R: c, the sum of q where q < p.
+        weights: of the position, and both of `onpolicy_weights`, each [R].
     """
+    weight_R, prefix_R, credit_R = weights
     hybrid = torch.exp(-config.eta * alpha_R)
-    b = (
+    b = weight_R * (
         2.0 * config.l1
         + config.nla / alpha_R.clamp(min=MIN_ALPHA)
         + config.lk_hybrid * (1.0 - hybrid)
     )
-    c = config.kl + config.lk_hybrid * hybrid
-    a = config.ce + c + b * below_R
-    return torch.stack((a, b, c, torch.full_like(a, config.ce))) * factor_R
+    b = b + config.accept_onpolicy * prefix_R
+    c = weight_R * (config.kl + config.lk_hybrid * hybrid)
+    d = weight_R * config.ce + config.accept_onpolicy * credit_R
+    return torch.stack((d + c + b * below_R, b, c, d)) * scale
 
 
 def _device_chunks(
@@ -383,7 +405,7 @@ def _device_chunks(
     block_size: int,
     config: ObjectiveConfig,
     grad_scale: float | torch.Tensor | None,
-    stats_6N: torch.Tensor,
+    stats_SN: torch.Tensor,
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     """As `_cpu_chunks`, but all rows of every block, and the host waits for nothing."""
     # Triton is not on every platform.
@@ -398,7 +420,7 @@ def _device_chunks(
             bounds = target.bounds_M2[rows.start // block_size : rows.stop // block_size]
             low, high = int(bounds[:, 0].min()), int(bounds[:, 1].max())
         logits = _draft_logits(hidden_ND, features_Nr, markov_w2_Vr, target, rows)
-        stats_6N[:, rows] = objective_chunk(
+        stats_SN[:, rows] = objective_chunk(
             logits,
             target.project(target.states_UD[low:high]),
             target.index_N[rows] - low,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from dspark.fused import RowStatistics, coefficients
-from dspark.objective_config import ObjectiveConfig, position_weights
+from dspark.objective_config import ObjectiveConfig, onpolicy_weights, position_weights
 
 TILE = 8192
 """Logits of a row in flight at a time; a power of two, 16 or more."""
@@ -113,7 +113,7 @@ def _overlap_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """`out_ptr` has rows of alpha, c, KL and the label's log-probability; `scale` is 1/T."""
+    """`out_ptr` has rows of alpha, c, KL, log q(label) and log p(label); `scale` is 1/T."""
     row = tl.program_id(0).to(tl.int64)
     out = out_ptr + row
     if tl.load(valid_ptr + row):
@@ -151,13 +151,15 @@ def _overlap_kernel(
             # From the logits, where no probability can have become 0.
             divergence = tl.reduce(kl, 0, tl.standard._sum_combine) * scale - lse_u + lse_z
         tl.store(out + 2 * rows, divergence)
-        label_logit = tl.load(z_base + tl.load(label_ptr + row)).to(tl.float32)
-        tl.store(out + 3 * rows, label_logit * scale - lse_z)
+        label = tl.load(label_ptr + row)
+        tl.store(out + 3 * rows, tl.load(z_base + label).to(tl.float32) * scale - lse_z)
+        tl.store(out + 4 * rows, tl.load(u_base + label).to(tl.float32) * scale - lse_u)
     else:
         tl.store(out, 0.0)
         tl.store(out + rows, 0.0)
         tl.store(out + 2 * rows, 0.0)
         tl.store(out + 3 * rows, 0.0)
+        tl.store(out + 4 * rows, 0.0)
 
 
 @triton.jit
@@ -255,7 +257,7 @@ def row_overlap(
     temperature: float,
     *,
     need_kl: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """What a row's draft and target share, by one pass over both rows of logits.
 
     Args:
@@ -265,11 +267,11 @@ def row_overlap(
         need_kl: False gives 0 for KL.
 
     Returns:
-        alpha, c (the sum of q where q < p), KL(p‖q) and log q(label), each float32 [R]; 0 for rows
-        that are not valid, which are not read.
+        alpha, c (the sum of q where q < p), KL(p‖q), log q(label) and log p(label), each float32
+        [R]; 0 for rows that are not valid, which are not read.
     """
     rows, vocab = z_RV.shape
-    found = torch.empty(4, rows, dtype=torch.float32, device=z_RV.device)
+    found = torch.empty(5, rows, dtype=torch.float32, device=z_RV.device)
     _launch(
         _overlap_kernel,
         z_RV,
@@ -279,8 +281,7 @@ def row_overlap(
         NEED_KL=need_kl,
         **_lanes(z_RV),
     )
-    alpha, below, kl, label_logprob = found.unbind()
-    return alpha, below, kl, label_logprob
+    return found.unbind()
 
 
 def logit_gradient_(
@@ -322,7 +323,7 @@ def objective_chunk(
     config: ObjectiveConfig,
     scale: float | torch.Tensor | None,
 ) -> torch.Tensor:
-    """Stacked `RowStatistics` [6, R] of all rows of whole blocks, without waiting for the device.
+    """Stacked `RowStatistics` [7, R] of all rows of whole blocks, without waiting for the device.
 
     Args:
         z_RV, u_UV: the draft's logits of every row and the target's of every unique position,
@@ -336,16 +337,22 @@ def objective_chunk(
     lse_u, _ = row_lse(u_UV, config.temperature, with_argmax=False)
     pair = (z_RV, lse_z, u_UV, lse_u, target_of_row_R, labels_R, valid_R, config.temperature)
     need_kl = config.kl > 0.0 or config.lk_hybrid > 0.0
-    alpha, below, kl, label_logprob = row_overlap(*pair, need_kl=need_kl)
+    alpha, below, kl, label_logprob, label_logp = row_overlap(*pair, need_kl=need_kl)
     label_q = label_logprob.exp() * valid_R
     weight = position_weights(
         config, alpha.view(valid_MG.shape), label_q.view(valid_MG.shape), valid_MG
     ).reshape(-1)
+    ratio = (label_logprob - label_logp).clamp(max=0.0).exp()
+    prefix, credit = (
+        w.reshape(-1)
+        for w in onpolicy_weights(ratio.view(valid_MG.shape), alpha.view(valid_MG.shape), valid_MG)
+    )
     hit = (choice == labels_R) & valid_R
-    found = RowStatistics(alpha, -label_logprob, kl, label_q, hit.float(), weight)
+    found = RowStatistics(alpha, -label_logprob, kl, label_q, hit.float(), weight, prefix)
     if scale is not None:
-        factor = weight * (scale / config.temperature)
-        logit_gradient_(*pair, coefficients(alpha, below, factor, config))
+        weights = (weight, prefix, credit)
+        factors = coefficients(alpha, below, weights, scale / config.temperature, config)
+        logit_gradient_(*pair, factors)
     return torch.stack(found)
 
 

@@ -3,7 +3,8 @@
 Shapes: M block, G block position.
 
 Sources: DSpark (arXiv 2607.05147) eq. 9-12 for the default; LK losses (arXiv 2602.23881) for NLA
-and the hybrid; D-PACE (arXiv 2605.18810) for the smoothed credit.
+and the hybrid; D-PACE (arXiv 2605.18810) for the smoothed credit; `onpolicy_weights` says where
+the on-policy form comes from. All assume verification token by token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 WEIGHTINGS = ("decay", "credit", "dpace")
+TERMS = ("ce", "l1", "nla", "kl", "lk_hybrid", "accept_onpolicy")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class ObjectiveConfig:
     """KL(p‖q)."""
     lk_hybrid: float = 0.0
     """λ KL + (1-λ) TV."""
+    accept_onpolicy: float = 0.0
+    """-E[τ] where the data was sampled from the target at `temperature`: -Σ W_k α_k, with W_k the
+    probability that the data's tokens before k would have been accepted one by one."""
     eta: float = 3.0
     """Of λ = exp(-η α)."""
     confidence: float = 1.0
@@ -50,7 +55,7 @@ class ObjectiveConfig:
     """Round lm_head and states to float8 in the products that give logits; Hopper or newer."""
 
     def __post_init__(self) -> None:
-        for name in ("ce", "l1", "nla", "kl", "lk_hybrid", "confidence", "eta"):
+        for name in (*TERMS, "confidence", "eta"):
             self._require(name, getattr(self, name) >= 0.0, "0 or more")
         self._require(
             "position_weights", self.position_weights in WEIGHTINGS, ", ".join(WEIGHTINGS)
@@ -60,11 +65,17 @@ class ObjectiveConfig:
         self._require("chunk_rows", self.chunk_rows >= 0, "0 or more")
         for name in ("credit_floor", "dpace_smoothing"):
             self._require(name, 0.0 <= getattr(self, name) <= 1.0, "0 to 1")
-        if self.ce + self.l1 + self.nla + self.kl + self.lk_hybrid == 0.0:
+        if not any(getattr(self, name) for name in TERMS):
             raise ValueError(
-                "objective: ce, l1, nla, kl and lk_hybrid are all 0; allowed: at least one above "
-                "0; give one of them a weight, or choose objective=dspark"
+                f"objective: {', '.join(TERMS[:-1])} and {TERMS[-1]} are all 0; allowed: at least "
+                "one above 0; give one of them a weight, or choose objective=dspark"
             )
+        # The expected accept length is an average over blocks, as credit is.
+        self._require(
+            "position_weights",
+            not self.accept_onpolicy or self.position_weights != "decay",
+            "credit or dpace beside accept_onpolicy",
+        )
 
     def _require(self, name: str, good: bool, allowed: str) -> None:
         if not good:
@@ -120,3 +131,25 @@ def position_weights(
     if config.position_weights == "dpace":
         return credit * valid_MG
     return ((1.0 - config.credit_floor) * credit + config.credit_floor * decayed) * valid_MG
+
+
+def onpolicy_weights(
+    label_ratio_MG: torch.Tensor, alpha_MG: torch.Tensor, valid_MG: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_k and the weights of -log q(y) in the gradient of -Σ W_k α_k, each float32 [blocks, G].
+
+    On answers sampled from p, a block's expected number of accepted drafts is the mean of
+    Σ_k W_k α_k with W_k = Π_{j<k} min(1, q_j(y_j)/p_j(y_j)): teacher forcing alone would take
+    prefixes that the draft would never have got past. W_k depends on the draft too:
+    ∇W_k = W_k Σ_{j<k} [q_j < p_j] ∇log q_j(y_j), so row j's -log q(y) gets Σ_{k>j} W_k α_k where
+    q_j(y_j) < p_j(y_j).
+
+    Args:
+        label_ratio_MG: min(1, q(y)/p(y)) of every row's label.
+    """
+    ratio = torch.where(valid_MG, label_ratio_MG, 0.0)
+    before = torch.cat([torch.ones_like(ratio[:, :1]), ratio[:, :-1]], dim=1)
+    prefix = before.cumprod(dim=1) * valid_MG
+    gained = prefix * alpha_MG
+    later = gained.flip(1).cumsum(dim=1).flip(1) - gained
+    return prefix, later * ((ratio < 1.0) & valid_MG)

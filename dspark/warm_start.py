@@ -29,8 +29,9 @@ def init_from_target(draft: DSparkDraft, folder: str | Path) -> list[str]:
     """Take over what maps from the target's last layers; shapes that differ are left as they are.
 
     The draft's layers begin as the target's last ones, its final norm as the target's, `fc` as
-    the mean of the captured layers, and the Markov embedding as the leading directions of the
-    token embedding (its output matrix stays zero, so the head begins silent).
+    the mean of the captured layers under the norm of the last layer's input, and the Markov
+    embedding as the leading directions of the token embedding (its output matrix stays zero, so
+    the head begins silent).
 
     Returns:
         Names of the draft's tensors that were set.
@@ -38,7 +39,12 @@ def init_from_target(draft: DSparkDraft, folder: str | Path) -> list[str]:
     path = Path(folder)
     config = draft.config
     first = config.num_target_layers - config.num_hidden_layers
-    sources = {"norm.weight": "model.norm.weight"}
+    # Context vectors take the place of the last layer's input, so they are normed as that is.
+    last = config.num_target_layers - 1
+    sources = {
+        "norm.weight": "model.norm.weight",
+        "hidden_norm.weight": f"model.layers.{last}.input_layernorm.weight",
+    }
     for layer in range(config.num_hidden_layers):
         for name in LAYER_WEIGHTS:
             sources[f"layers.{layer}.{name}"] = f"model.layers.{first + layer}.{name}"

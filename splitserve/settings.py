@@ -164,6 +164,9 @@ class TrainSettings:
     """Sequences per forward pass of a rank."""
     num_anchors: int = 12
     """Blocks drawn per document."""
+    replay: float = 0.0
+    """Share of a batch that was trained on before, until every sample was: with it, trainers go on
+    while the target still answers."""
     zero_stage: int = 1
     """DeepSpeed ZeRO stage, 1 or 2."""
     dtype: str = "bfloat16"
@@ -177,6 +180,7 @@ class TrainSettings:
             _at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("save_every", "keep_checkpoints"):
             _at_least(f"train.{name}", getattr(self, name), 1)
+        _check("train.replay", self.replay, 0.0 <= self.replay < 1.0, "0 to below 1")
         rate = self.learning_rate
         _check("train.learning_rate", rate, 0.0 < rate < math.inf, "above 0, finite")
         _fraction("train.min_lr_ratio", self.min_lr_ratio)

@@ -169,9 +169,8 @@ class Feeder:
         return None
 
     def _horizon(self) -> int:
-        """One past the last step worth looking at: an epoch ahead holds every sample once."""
-        per_epoch = -(-len(self.entries) // self.schedule.global_batch_size)
-        return min(self.schedule.num_steps, self._next_step + per_epoch + 1)
+        """One past the last step that samples are prepared for."""
+        return min(self.schedule.num_steps, self._next_step + self.schedule.steps_ahead)
 
     def _room_for(self, num_tokens: int, keep: set[str]) -> SlotRef | None:
         """A slot, made by evicting the samples that are needed last; None when nothing may go."""

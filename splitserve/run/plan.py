@@ -103,6 +103,7 @@ def make_plan(settings: RunSettings) -> Plan:
         settings.train.global_batch_size,
         settings.train.steps,
         settings.seed,
+        settings.train.replay,
     )
     held_out = tuple(EvalPrompt(p.id, p.domain, ids) for p, ids in measured)
     return Plan(target, draft, held_out, entries, schedule, layout, data.max_tokens)

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.messages import Heartbeat, Start, Stop
-from splitserve.run.shared_memory import SharedMemoryGuard
+from splitserve.run.shared_memory import SharedMemoryGuard, group_of, processes
 
 NOTE_SECONDS = 2.0
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_SECONDS = 2.0
 
 
 class ChildProcess:
@@ -112,12 +114,25 @@ class ChildProcess:
     def kill(self) -> None:
         """End the worker and all that it has started, now."""
         self._memory.note()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        # Python's resource tracker ends by itself once those it serves are gone, and unlinks their
+        # semaphores, whose names nothing else knows.
+        for pid in self._members():
+            if TRACKER not in _command(pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
+        deadline = time.monotonic() + TRACKER_SECONDS
+        while self._members() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._memory.remove()
         self._outbox.put(None)
+
+    def _members(self) -> list[int]:
+        """The living processes of the worker's group."""
+        return [int(p.name) for p in processes() if group_of(p) == self._process.pid]
 
     def close(self) -> None:
         """Kill what still runs and let go of the socket."""
@@ -156,3 +171,10 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

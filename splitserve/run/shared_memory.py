@@ -1,7 +1,8 @@
 """Named shared memory that a worker's libraries leave behind when they are killed.
 
-Our own ring has no name and needs no care. SGLang and Python's semaphores do: what a worker's
-processes map from /dev/shm is noted while they live and removed once they are gone.
+Our own ring has no name and needs no care, and Python's semaphores are unlinked by its resource
+tracker. SGLang's blocks do need it: what a worker's processes map from /dev/shm is noted while they
+live and removed once they are gone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class SharedMemoryGuard:
 
     def note(self) -> None:
         """Look at what the group's processes have mapped right now."""
-        for process in _processes():
-            if _group_of(process) == self._group:
+        for process in processes():
+            if group_of(process) == self._group:
                 self._names |= _mapped(process)
 
     def remove(self) -> list[str]:
@@ -33,7 +34,7 @@ class SharedMemoryGuard:
         """
         left = {name for name in self._names if Path(name).exists()}
         if left:
-            for process in _processes():
+            for process in processes():
                 left -= _mapped(process)
         for name in left:
             with contextlib.suppress(OSError):
@@ -42,14 +43,17 @@ class SharedMemoryGuard:
         return sorted(left)
 
 
-def _processes() -> Iterator[Path]:
+def processes() -> Iterator[Path]:
+    """The folder in /proc of every process."""
     return (p for p in Path("/proc").iterdir() if p.name.isdigit())
 
 
-def _group_of(process: Path) -> int:
+def group_of(process: Path) -> int:
+    """Its process group; -1 for one that is dead, a zombie too."""
     try:
         # The command in parentheses may itself hold spaces and parentheses.
-        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
+        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+        return -1 if state in "ZX" else int(group)
     except (OSError, ValueError, IndexError):
         return -1
 

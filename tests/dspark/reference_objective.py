@@ -71,11 +71,13 @@ def reference_objective(
     found: dict[str, list[float]] = {k: [0.0] * rows for k in ("alpha", "weight", "ce", "l1", "kl")}
     losses: list[torch.Tensor] = []
     factors: list[float] = []
+    accepted: list[tuple[torch.Tensor, torch.Tensor]] = []
     confidence_loss = zero
     for row in range(rows):
         if not bool(x.valid[row]):
             losses.append(zero)
             factors.append(0.0)
+            accepted.append((zero, zero))
             continue
         logits = x.lm_head @ x.hidden[row]
         if x.features is not None and x.w2 is not None:
@@ -95,6 +97,8 @@ def reference_objective(
             + config.kl * kl
             + config.lk_hybrid * (blend * kl + (1.0 - blend) * (1.0 - alpha))
         )
+        label = x.labels[row]
+        accepted.append((alpha, torch.clamp(q[label] / p[label], max=1.0)))
         label_q = float(q[x.labels[row]].detach())
         smoothed = (1.0 - config.dpace_smoothing) * label_q + config.dpace_smoothing
         factors.append(smoothed if config.position_weights == "dpace" else float(alpha.detach()))
@@ -111,6 +115,12 @@ def reference_objective(
     for row in range(rows):
         found["weight"][row] = _weight(config, factors, x.valid, row, block_size)
         loss = loss + found["weight"][row] * losses[row]
+        # The probability of getting as far as this row, which the draft moves too.
+        first = row - row % block_size
+        reached = zero + 1.0
+        for _, ratio in accepted[first:row]:
+            reached = reached * ratio
+        loss = loss - config.accept_onpolicy * reached * accepted[row][0]
     loss = loss * term_scale
     if x.confidence is not None:
         loss = loss + config.confidence * confidence_scale * confidence_loss

@@ -98,6 +98,27 @@ def make_problem(
     )
 
 
+def test_the_onpolicy_term_equals_its_derivative(kernels: ModuleType) -> None:
+    """-Σ W_k α_k, where the probability W_k of getting so far is the draft's too."""
+    config = ObjectiveConfig(
+        ce=0.0, l1=0.0, accept_onpolicy=0.7, position_weights="credit", temperature=0.8
+    )
+    x = make_problem(37, lengths=(3, 1, 2, 0), spread=1.0)
+    found, gradient = x.run(kernels, config, 1.3)
+    z = x.z.double().cpu().requires_grad_()
+    q = torch.softmax(z / 0.8, -1)
+    p = torch.softmax(x.u.double().cpu() / 0.8, -1)[x.target.cpu()]
+    labels = x.labels.cpu().unsqueeze(1)
+    valid = x.valid.cpu()
+    ratio = (q.gather(1, labels) / p.gather(1, labels)).clamp(max=1.0).view(valid.shape)
+    reached = torch.cat([torch.ones(4, 1), ratio[:, :-1]], 1).cumprod(1)
+    alpha = torch.minimum(q, p).sum(-1).view(valid.shape)
+    loss = -0.7 * (reached * alpha * valid).sum()
+    (loss * 1.3).backward()
+    assert_close(found.loss(config).sum().cpu(), loss.detach())
+    assert_rms(gradient.cpu(), z.grad)
+
+
 def one_term(term: str, **settings: Any) -> ObjectiveConfig:
     return ObjectiveConfig(**{"ce": 0.0, "l1": 0.0, term: 0.7}, **settings)
 
@@ -109,7 +130,7 @@ def reference(
     z = x.z.double().cpu().requires_grad_()
     u, valid = x.u.double().cpu(), x.valid.cpu().flatten()
     target, labels = x.target.tolist(), x.labels.tolist()
-    stats = RowStatistics(*torch.zeros(6, len(labels), dtype=torch.float64))
+    stats = RowStatistics(*torch.zeros(7, len(labels), dtype=torch.float64))
     total = z[:0].sum()
     for start in range(0, len(labels), BLOCK):
         counting = {k: start + k for k in range(BLOCK) if valid[start + k]}
@@ -117,6 +138,7 @@ def reference(
             k: row_terms(z[row], u[target[row]], labels[row], config) for k, row in counting.items()
         }
         weights = block_weights(rows, BLOCK, config)
+        reached = 1.0
         for k, row in counting.items():
             loss, stats.alpha[row], stats.label_q[row] = rows[k]
             total = total + weights[k] * loss
@@ -127,6 +149,9 @@ def reference(
                 stats.kl[row] = (log_p.exp() * (log_p - log_q)).sum()
             stats.hit[row] = float(int(z[row].argmax()) == labels[row])
             stats.weight[row] = weights[k]
+            stats.prefix[row] = reached
+            ratio = (log_q - log_p)[labels[row]].exp().clamp(max=1.0)
+            reached = reached * float(ratio)
     (total * scale).backward()
     assert z.grad is not None, "the loss depends on the logits"
     return stats, z.grad
@@ -403,6 +428,7 @@ def test_row_overlap(
         torch.where(q < p, q, 0.0).sum(-1),
         (p * (log_p - log_q)).sum(-1),
         log_q.gather(1, x.labels.unsqueeze(1)).squeeze(1),
+        log_p.gather(1, x.labels.unsqueeze(1)).squeeze(1),
     )
     for ours, theirs in zip(found, wanted, strict=True):
         assert_close(ours, theirs * valid)

@@ -19,7 +19,7 @@ from dspark.objective import (
     position_weights,
 )
 
-TERMS = ("ce", "l1", "nla", "kl", "lk_hybrid")
+TERMS = ("ce", "l1", "nla", "kl", "lk_hybrid", "accept_onpolicy")
 WEIGHTINGS = ("decay", "credit", "dpace")
 V, D, RANK, STATES = 37, 11, 5, 9
 
@@ -121,6 +121,8 @@ def compare(
 def test_each_term_equals_the_reference(
     term: str, weighting: str, markov: bool, temperature: float, block: int
 ) -> None:
+    if term == "accept_onpolicy" and weighting == "decay":
+        pytest.skip("an average over blocks is not divided by decayed weights")
     config = one_term(term, position_weights=weighting, temperature=temperature, chunk_rows=8)
     x = make_inputs(block, markov=markov)
     compare(x, config, block, torch.float64)
@@ -143,7 +145,7 @@ def test_a_mixture_with_upstream_gradient_equals_the_reference(
 @pytest.mark.parametrize("term", TERMS)
 def test_distributions_that_hardly_overlap(term: str) -> None:
     x = make_inputs(3, seed=4, scale=3.0)
-    compare(x, one_term(term), 3, torch.float64)
+    compare(x, one_term(term, position_weights="credit"), 3, torch.float64)
 
 
 def test_scales_may_be_tensors() -> None:

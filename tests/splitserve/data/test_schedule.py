@@ -12,8 +12,10 @@ from splitserve.data.schedule import SampleSchedule, rank_share
 sizes = st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12))
 
 
-def schedule(num: int, batch: int, steps: int, seed: int = 3) -> SampleSchedule:
-    return SampleSchedule((f"p{i}/0" for i in range(num)), batch, steps, seed)
+def schedule(
+    num: int, batch: int, steps: int, seed: int = 3, replay: float = 0.0
+) -> SampleSchedule:
+    return SampleSchedule((f"p{i}/0" for i in range(num)), batch, steps, seed, replay)
 
 
 @given(sizes)
@@ -59,13 +61,42 @@ def test_one_sample_less_moves_no_other() -> None:
     assert schedule(19, 4, 1).epoch_order(2) == all_but_one
 
 
-@given(sizes, st.integers(0, 14))
-def test_next_use_is_the_first_batch_with_the_sample(size: tuple[int, int, int], step: int) -> None:
+@given(sizes, st.integers(0, 14), st.sampled_from([0.0, 0.5, 0.9]))
+def test_next_use_is_the_first_batch_with_the_sample(
+    size: tuple[int, int, int], step: int, replay: float
+) -> None:
     num, batch, steps = size
-    plan = schedule(num, batch, steps)
+    plan = schedule(num, batch, steps, replay=replay)
     for name in plan.epoch_order(0):
         uses = [s for s in range(step, steps) if name in {n for _, n in plan.batch(s)}]
         assert plan.next_use(name, step) == (uses[0] if uses else None)
+
+
+@given(sizes, st.sampled_from([0.25, 0.5, 0.75, 0.95]))
+def test_replay_spreads_the_first_pass_over_more_steps(
+    size: tuple[int, int, int], replay: float
+) -> None:
+    num, batch, _ = size
+    new = max(1, round(batch * (1 - replay)))
+    first = 1 + max(0, -(-(num - batch) // new))
+    plan = schedule(num, batch, first + 2 * num, replay=replay)
+    seen: list[str] = []
+    for step in range(first):
+        items = plan.batch(step)
+        fresh = [name for epoch, name in items if epoch == 0]
+        again = [name for epoch, name in items if epoch != 0]
+        assert len(fresh) == min(new if step else batch, num - len(seen))
+        assert len(again) == min(batch - len(fresh), len(seen))
+        assert set(again) <= set(seen) and len(set(again)) == len(again)
+        seen += fresh
+    assert tuple(seen) == plan.epoch_order(0)
+    rest = [item for step in range(first, first + num) for item in plan.batch(step)]
+    assert [epoch for epoch, _ in rest] == [1 + i // num for i in range(len(rest))]
+    assert [name for _, name in rest[:num]] == list(plan.epoch_order(1))
+    # No sample is visited twice under the same number, by which its anchors are drawn.
+    visits = [item for step in range(plan.num_steps) for item in plan.batch(step)]
+    assert len(set(visits)) == len(visits)
+    assert {name for s in range(plan.steps_ahead) for _, name in plan.batch(s)} == set(seen)
 
 
 @given(st.integers(0, 13))
