@@ -25,6 +25,9 @@ from dspark.objective import (
     objective_denominators,
 )
 
+MIN_BUCKET = 128
+MAX_COMPILED_SHAPES = 64
+
 
 @dataclass(frozen=True)
 class TrainingSample:
@@ -90,6 +93,7 @@ def collate(
     hidden_size: int,
     dtype: torch.dtype,
     pack: bool = False,
+    num_documents: int = 1,
 ) -> TrainingBatch:
     """Draw each sample's anchors and pad to common shapes.
 
@@ -99,13 +103,15 @@ def collate(
         num_features, hidden_size, dtype: of the states; an empty list of samples gives a batch of
             one padding sequence with no label, so that every rank of a step runs the same passes.
         pack: put all samples into one row, one after another, instead of each into its own. States
-            then stay on the samples' device.
+            then stay on the samples' device, and the row's length is one of `bucket_length`.
+        num_documents: a packed row has places for the anchors of at least so many samples.
     """
-    per_row = max(1, len(samples)) if pack else 1
+    per_row = max(num_documents, len(samples)) if pack else 1
     batch = 1 if pack else max(1, len(samples))
     sizes = [s.token_ids_S.shape[0] for s in samples]
     longest = sum(sizes) if pack else max(sizes, default=1)
     length = max(1, -(-longest // pad_multiple)) * pad_multiple
+    length = bucket_length(length) if pack else length
     device = samples[0].features_SF.device if samples else torch.device("cpu")
     token_ids = torch.zeros(batch, length, dtype=torch.int64)
     positions = torch.arange(length).repeat(batch, 1)
@@ -151,6 +157,14 @@ def collate(
         valid,
         *unique_targets(anchors, valid, length),
     )
+
+
+def bucket_length(length: int) -> int:
+    """The next of 128, 192, 256, 384, 512, 768 ...: few lengths, so that little is compiled."""
+    bucket = MIN_BUCKET
+    while bucket < length:
+        bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket // 3 * 4
+    return bucket
 
 
 def unique_targets(
@@ -307,4 +321,6 @@ def _draft_rows(
 @cache
 def _compiled_rows() -> Callable[..., Any]:
     """`_draft_rows` for GPUs, compiled once for each shape that occurs."""
+    # Beyond its limit of 8 shapes, dynamo would go on uncompiled without a word.
+    torch._dynamo.config.recompile_limit = MAX_COMPILED_SHAPES
     return torch.compile(_draft_rows, dynamic=False)

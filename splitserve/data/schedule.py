@@ -88,17 +88,20 @@ class SampleSchedule:
     def _plan_first_pass(self, new_per_step: int) -> None:
         """Batches until every sample was new once; the first batch is all new."""
         order, size = self.epoch_order(0), self.global_batch_size
-        batches = []
+        batches: list[tuple[tuple[int, str], ...]] = []
         known = 0
         while known < len(order) and len(batches) < self.num_steps:
             step = len(batches)
             new = order[known : known + (new_per_step if step else size)]
             rng = counter_rng("replay", self._seed, step)
-            places = rng.choice(known, min(known, size - len(new)), replace=False) if known else []
+            places: list[int] = []
+            if known:
+                count = min(known, size - len(new))
+                places = sorted(rng.choice(known, count, replace=False).tolist())
             # A visit needs a number of its own, which the anchors are drawn by.
             batches.append(
                 tuple((0, sample_id) for sample_id in new)
-                + tuple((-1 - step, order[place]) for place in sorted(places))
+                + tuple((-1 - step, order[place]) for place in places)
             )
             known += len(new)
             for _, sample_id in batches[-1]:

@@ -1,4 +1,7 @@
-"""What a rank measures between two log lines, reduced over ranks once per interval."""
+"""What a rank measures between two log lines, reduced over ranks once per interval.
+
+Sums stay on the rank's device; the host reads loss and gradient norm once per optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ class MetricWindow:
 
     def _clear(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._loss: torch.Tensor | float = 0.0
         self._num_steps = 0
         self._rate = 0.0
-        self._grad_norm = torch.zeros((), dtype=torch.float64)
-        self._step_loss = torch.zeros((), dtype=torch.float64)
+        self._grad_norm = 0.0
+        self._step_loss: torch.Tensor | float = 0.0
 
     def add(self, metrics: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
         """Take the sums of one micro-batch; `loss` is already divided by the window's weight."""
         for name, value in metrics.items():
-            value = value.detach().double().cpu()
+            value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._step_loss = self._step_loss + loss.detach().double().cpu() / self._world_size
+        self._step_loss = loss.detach().double() / self._world_size + self._step_loss
 
     def end_step(self, learning_rate: float, grad_norm: Any) -> None:
         """Close one optimizer step."""
@@ -40,7 +43,7 @@ class MetricWindow:
         self._grad_norm = self._grad_norm + float(grad_norm or 0.0)
         self._loss = self._loss + self._step_loss
         self._last_loss, self._last_norm = float(self._step_loss), float(grad_norm or 0.0)
-        self._step_loss = torch.zeros((), dtype=torch.float64)
+        self._step_loss = 0.0
         self._num_steps += 1
 
     def require_finite(self, step: int, checkpoints: str) -> None:
@@ -60,9 +63,10 @@ class MetricWindow:
     def reduce(self) -> dict[str, Any]:
         """Means over the interval and all ranks; collective. The window starts anew."""
         names = sorted(self._sums)
-        parts = [self._sums[name].flatten() for name in names] + [self._loss.view(1)]
-        packed = torch.cat(parts)
+        assert isinstance(self._loss, torch.Tensor), "a window has at least one step"
+        packed = torch.cat([self._sums[name].flatten() for name in names] + [self._loss.view(1)])
         dist.all_reduce(packed)
+        packed = packed.cpu()
         sums: dict[str, torch.Tensor] = {}
         offset = 0
         for name in names:

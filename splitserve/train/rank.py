@@ -164,7 +164,7 @@ class TrainerRank:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for micro_batch in micro_batches:
-            result = self._engine(micro_batch, scales[0], scales[1])
+            result = self._engine(micro_batch.to(spec.device), scales[0], scales[1])
             self._metrics.add(result.metrics, result.loss)
             self._engine.backward(result.loss, scale_wrt_gas=False)
             self._engine.step()
@@ -182,6 +182,9 @@ class TrainerRank:
             num_features=draft.num_context_features,
             hidden_size=draft.hidden_size,
             dtype=self._dtype,
+            # A GPU takes a row of several documents at once, and compiles for few lengths.
+            pack=self._spec.device != "cpu",
+            num_documents=self._spec.train.micro_batch_size,
         )
 
     def _sample(self, item: BatchItem) -> TrainingSample:

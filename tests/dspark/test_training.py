@@ -14,6 +14,7 @@ from dspark.training import (
     TrainingSample,
     batch_denominators,
     block_embeddings,
+    bucket_length,
     collate,
     previous_tokens,
 )
@@ -241,7 +242,7 @@ def test_documents_packed_into_a_row_neither_see_nor_move_each_other():
             samples, num_anchors=4, block_size=G, seed=0, pad_multiple=8, num_features=F,
             hidden_size=H, dtype=torch.float32, pack=pack,
         )  # fmt: skip
-        assert batch.token_ids_BS.shape == ((1, 32) if pack else (3, 16))
+        assert batch.token_ids_BS.shape == ((1, 128) if pack else (3, 16))
         terms, confidence = batch_denominators(batch, model.config)
         model.zero_grad()
         result = model(batch, 1 / float(terms), 1 / float(confidence))
@@ -264,3 +265,9 @@ def test_target_distributions_are_needed_once_at_each_position():
     of_block = batch.target_of_row_N.view(-1, G)
     assert (of_block >= batch.target_bounds_M2[:, :1]).all()
     assert (of_block < batch.target_bounds_M2[:, 1:]).all()
+
+
+def test_buckets_are_few_and_large_enough():
+    lengths = sorted({bucket_length(n) for n in range(1, 5000)})
+    assert lengths == [128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
+    assert all(n <= bucket_length(n) < max(129, 1.5 * n) for n in range(1, 5000))
