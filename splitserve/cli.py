@@ -1,4 +1,4 @@
-"""The command line: `splitserve train|eval|export|config key=value ...`.
+"""The command line: `splitserve train|eval|export|config|data key=value ...`.
 
 Heavy imports happen inside the commands, so that `--help` and a mistyped setting answer at once.
 """
@@ -28,6 +28,8 @@ usage: splitserve COMMAND [key=value ...]
           write a draft as the folder that SGLang loads
   config  recipe=NAME [setting=value ...]
           print the resolved settings
+  data    preview|stats|generate target=FOLDER data=SOURCE [option=value ...]
+          show what is supervised, measure the data, have the target answer prompts
 
   splitserve train --help lists the recipes and what can be set.
 """
@@ -70,11 +72,18 @@ def _config(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _data(arguments: Sequence[str]) -> int:
+    from splitserve.data.commands import run
+
+    return run(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "export": _export,
     "config": _config,
+    "data": _data,
 }
 
 

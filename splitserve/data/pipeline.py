@@ -82,10 +82,10 @@ class Pipeline:
         self.settings = settings
         self.report = DropReport()
         """The account of all rows so far."""
-        self._tokenizer = tokenizer
-        self._end_of_turn_ids = tuple(end_of_turn_ids)
+        self.tokenizer = tokenizer
+        self.end_of_turn_ids = tuple(end_of_turn_ids)
         self._leaks = leaks
-        self._worker = _Worker(tokenizer, settings, self._end_of_turn_ids, leaks)
+        self._worker = _Worker(tokenizer, settings, self.end_of_turn_ids, leaks)
 
     def documents(self, rows: Iterable[tuple[RawRow, str]]) -> Iterator[Document]:
         """The documents of rows, each given with its default domain, in the rows' order.
@@ -96,13 +96,21 @@ class Pipeline:
             yield from documents
             self.report.add(report)
 
-    def check(self) -> None:
+    def one(self, row: RawRow, domain: str) -> Document | RowRefused:
+        """What becomes of a single row; the account does not see it."""
+        (outcome,) = self._worker.outcomes([(row, domain)])
+        return outcome[1]
+
+    def check(self, report: DropReport | None = None) -> None:
         """Stop before training where the account passes a limit.
+
+        Args:
+            report: the account of rows that were kept from an earlier time; None takes `report`.
 
         Raises:
             ValueError: see `DropReport.check`.
         """
-        self.report.check(
+        (report or self.report).check(
             max_drop_fraction=self.settings.max_drop_fraction,
             max_zero_mask_fraction=self.settings.max_zero_mask_fraction,
             decode=self.decode,
@@ -118,7 +126,7 @@ class Pipeline:
         if not self.settings.num_workers:
             yield from map(self._worker.work, batches)
             return
-        given = (self._tokenizer, self.settings, self._end_of_turn_ids, self._leaks)
+        given = (self.tokenizer, self.settings, self.end_of_turn_ids, self._leaks)
         pool = ProcessPoolExecutor(
             self.settings.num_workers, multiprocessing.get_context("spawn"), _start_worker, given
         )
@@ -163,6 +171,19 @@ class _Worker:
 
     def work(self, rows: Sequence[tuple[RawRow, str]]) -> tuple[list[Document], DropReport]:
         """Documents and account of a batch; a row is in one or the other, never in both."""
+        report, documents = DropReport(), []
+        for name, outcome in self.outcomes(rows):
+            if isinstance(outcome, RowRefused):
+                report.drop(name, outcome)
+            else:
+                report.use(outcome)
+                documents.append(outcome)
+        return documents, report
+
+    def outcomes(
+        self, rows: Sequence[tuple[RawRow, str]]
+    ) -> Iterator[tuple[str, Document | RowRefused]]:
+        """Each row's id with its document, or with why there is none."""
         parsed: list[Conversation | TokenRow | RowRefused] = []
         names: list[str] = []
         for raw, domain in rows:
@@ -180,7 +201,6 @@ class _Worker:
                 [(row.messages, row.tools) for row in parsed if isinstance(row, Conversation)]
             )
         )
-        report, documents = DropReport(), []
         for name, row in zip(names, parsed, strict=True):
             try:
                 if isinstance(row, RowRefused):
@@ -190,13 +210,9 @@ class _Worker:
                     ids, mask = tokens.token_ids, tokens.loss_mask
                 else:
                     ids, mask = self._checked(row)
-                document = limit(name, row.domain, ids, mask, self._max_tokens)
+                yield name, limit(name, row.domain, ids, mask, self._max_tokens)
             except RowRefused as refused:
-                report.drop(name, refused)
-                continue
-            report.use(document)
-            documents.append(document)
-        return documents, report
+                yield name, refused
 
     def _checked(self, row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
         low, high = int(row.token_ids.min()), int(row.token_ids.max())
