@@ -28,7 +28,7 @@ from splitserve.settings import RunSettings
 SCHEMA_NAME = "run_schema"
 FREE_ON_RESUME = ("run_dir", "resume", "recipe", "tracker", "engine", "layout", "eval", "train")
 """What a resumed run may be given anew; anything else would make it another run."""
-FIXED_TRAIN_FIELDS = ("global_batch_size", "num_anchors", "zero_stage", "dtype")
+FIXED_TRAIN_FIELDS = ("global_batch_size", "num_anchors", "replay", "zero_stage", "dtype")
 
 
 def config_root() -> Path:

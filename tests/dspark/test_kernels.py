@@ -289,7 +289,7 @@ def test_nothing_valid_gives_zeros(kernels: ModuleType, weighting: str) -> None:
 
 def test_no_rows_at_all(kernels: ModuleType) -> None:
     found, gradient = make_problem(61, lengths=()).run(kernels, MIXTURE, 1.0)
-    assert torch.stack(found).shape == (6, 0) and gradient.shape == (0, 61)
+    assert torch.stack(found).shape == (7, 0) and gradient.shape == (0, 61)
 
 
 def test_fresh_memory_is_never_read(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,10 @@ def test_warm_start_takes_the_last_layers(tmp_path):
             wanted = theirs[f"model.layers.{3 + layer}.{name}"]
             assert torch.equal(ours[f"layers.{layer}.{name}"], wanted), name
     assert torch.equal(ours["norm.weight"], theirs["model.norm.weight"])
+    last_input_norm = theirs["model.layers.4.input_layernorm.weight"]
+    assert torch.equal(ours["hidden_norm.weight"], last_input_norm)
     assert set(done) == {
-        "norm.weight", "fc.weight", "markov_head.markov_w1.weight",
+        "norm.weight", "hidden_norm.weight", "fc.weight", "markov_head.markov_w1.weight",
         *(f"layers.{i}.{name}" for i in range(2) for name in LAYER_WEIGHTS),
     }  # fmt: skip
     assert not ours["markov_head.markov_w2.weight"].any()
