@@ -166,6 +166,7 @@ class _Workers:
             kv_cache_tokens=engine.max_running_requests * (plan.max_tokens + 64),
             chunked_prefill_size=engine.chunked_prefill_size,
             max_running_requests=engine.max_running_requests,
+            submit_together=engine.submit_together,
             num_threads=engine.num_threads,
             port=engine.port,
             log_file=str(log_path(self._folder, "sglang")),
