@@ -39,7 +39,7 @@ def _fraction(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are drawn; every prompt is answered once under each of these."""
+    """How responses are drawn; every prompt, or a share of them, is answered once under each."""
 
     temperature: float = 0.0
     """0 is greedy."""
@@ -47,8 +47,12 @@ class SamplingSettings:
     top_k: int = -1
     """-1 keeps every token."""
     max_new_tokens: int = 96
+    share: float = 1.0
+    """Of the training prompts that are answered so; which ones follows from their ids."""
 
     def __post_init__(self) -> None:
+        share = self.share
+        _check("data.sampling.share", share, 0.0 < share <= 1.0, "above 0, at most 1")
         _at_least("data.sampling.temperature", self.temperature, 0.0)
         top_p = self.top_p
         _check("data.sampling.top_p", top_p, 0.0 < top_p <= 1.0, "above 0, at most 1")

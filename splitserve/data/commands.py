@@ -36,7 +36,6 @@ from splitserve.data.sources import (
 from splitserve.data.stats import DataStats
 from splitserve.data.store import open_or_build, store_key
 from splitserve.errors import RunFailed, UserError, suggest
-from splitserve.messages import Sampling
 from splitserve.settings import SamplingSettings
 from splitserve.target.info import TargetInfo, read_target
 from splitserve.target.prepare import default_cache_dir
@@ -305,7 +304,7 @@ def _generate(
         return generate(
             mix(sources, until=options.until),
             renderer,
-            [Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens) for s in settings],
+            settings,
             engine,
             out,
             part,

@@ -24,10 +24,11 @@ from dspark.anchors import counter_rng
 from splitserve.data.conversation import Conversation, parse_row
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import make_sample, sample_id_of
+from splitserve.data.samples import in_share, make_sample, sample_id_of
 from splitserve.data.sources import RawRow, parse_json
 from splitserve.errors import RunFailed, UserError
 from splitserve.messages import EngineReady, Fatal, Generate, Generated, Rejected, Sampling, Stop
+from splitserve.settings import SamplingSettings
 
 DESCRIPTION = "answers.settings"
 """Its name has no ending of a source: the folder is read as one."""
@@ -165,7 +166,7 @@ class PartFile:
 def generate(
     rows: Iterator[tuple[RawRow, str]],
     renderer: ChatRenderer,
-    settings: Sequence[Sampling],
+    settings: Sequence[SamplingSettings],
     engine: EngineProcess,
     out: PartFile,
     part: Part,
@@ -272,7 +273,7 @@ class _Requests:
         self,
         rows: Iterator[tuple[RawRow, str]],
         renderer: ChatRenderer,
-        settings: Sequence[Sampling],
+        settings: Sequence[SamplingSettings],
         out: PartFile,
         part: Part,
         max_tokens: int,
@@ -305,6 +306,8 @@ class _Requests:
                 self._drop(prompt_id, "prompt_too_long", f"{len(prompt)} tokens")
                 continue
             for k in todo:
+                if not in_share(prompt_id, k, self._settings[k].share, self._seed):
+                    continue
                 yield self._request(prompt_id, row.domain, prompt, k, room)
 
     def _prompt(self, row: Any) -> tuple[int, ...]:

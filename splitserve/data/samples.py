@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark.anchors import counter_rng
 from splitserve.data.length import Document
 from splitserve.data.refusal import ZERO_MASK, Reason, RowRefused
 
@@ -31,6 +32,11 @@ class Sample:
 def sample_id_of(prompt_id: str, setting: int) -> str:
     """The name of a prompt under the sampling setting with that index."""
     return f"{prompt_id}/{setting}"
+
+
+def in_share(prompt_id: str, setting: int, share: float, seed: int) -> bool:
+    """Whether a prompt is answered under a sampling setting that takes a share of them."""
+    return bool(counter_rng("share", seed, prompt_id, setting).random() < share)
 
 
 def has_anchor(loss_mask: Sequence[bool]) -> bool:

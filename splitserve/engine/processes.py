@@ -10,6 +10,18 @@ from pathlib import Path
 WAIT_SECONDS = 10.0
 
 
+def is_tracker(pid: int) -> bool:
+    """Whether it is Python's resource tracker, which unlinks what the dead leave in /dev/shm.
+
+    It knows names that nobody else does, ignores signals meant for its parent's terminal, and ends
+    once all whom it serves are gone.
+    """
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def descendants() -> list[int]:
     """Ids of all living processes that this one or a child of it has started (Linux)."""
     children: dict[int, list[int]] = {}
@@ -32,9 +44,9 @@ def descendants() -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill them all and wait until they are gone, at most a few seconds."""
+    """Kill all but the resource tracker and wait until they are gone, at most a few seconds."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while (living := descendants()) and time.monotonic() < deadline:
+    while (living := _mortals()) and time.monotonic() < deadline:
         for pid in living:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -46,3 +58,7 @@ def kill_descendants() -> None:
         except ChildProcessError:
             pass
         time.sleep(0.05)
+
+
+def _mortals() -> list[int]:
+    return [pid for pid in descendants() if not is_tracker(pid)]

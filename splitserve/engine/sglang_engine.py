@@ -123,13 +123,11 @@ class SGLangEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-        try:
-            self._engine.shutdown()
-        finally:
-            kill_descendants()
-            self._probe_writer.close()
-            self.probe_ring.close()
-            self.ring.close()
+        # Not SGLang's own end, which kills the resource tracker too.
+        kill_descendants()
+        self._probe_writer.close()
+        self.probe_ring.close()
+        self.ring.close()
 
     def probe(self, token_ids: tuple[int, ...], num_logprobs: int) -> ProbeResult:
         """Teach one sequence into the private ring, with the target's own log-probabilities.

@@ -12,7 +12,7 @@ from splitserve.data.mask_token import choose_mask_token
 from splitserve.data.prompts import Prompt, read_prompts
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import DropReport, Sample, make_sample, sample_id_of
+from splitserve.data.samples import DropReport, Sample, in_share, make_sample, sample_id_of
 from splitserve.data.schedule import SampleSchedule
 from splitserve.data.split import Split, check_no_leak, split_prompts
 from splitserve.errors import UserError
@@ -153,7 +153,7 @@ def _render(
 def _entries(
     settings: RunSettings, prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
 ) -> tuple[Entry, ...]:
-    """One sample per training prompt and sampling setting.
+    """One sample per sampling setting and training prompt in its share.
 
     Prompts that leave no room for an answer are dropped by `Plan.accept` like any other sample.
     """
@@ -173,6 +173,7 @@ def _entries(
         )
         for prompt, ids in prompts
         for k, setting in enumerate(settings.data.sampling)
+        if in_share(prompt.id, k, setting.share, settings.seed)
     )
 
 

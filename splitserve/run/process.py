@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from splitserve.engine.processes import is_tracker
 from splitserve.messages import Heartbeat, Start, Stop
 from splitserve.run.shared_memory import SharedMemoryGuard, group_of, processes
 
 NOTE_SECONDS = 2.0
-TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 2.0
 
 
@@ -114,10 +114,8 @@ class ChildProcess:
     def kill(self) -> None:
         """End the worker and all that it has started, now."""
         self._memory.note()
-        # Python's resource tracker ends by itself once those it serves are gone, and unlinks their
-        # semaphores, whose names nothing else knows.
         for pid in self._members():
-            if TRACKER not in _command(pid):
+            if not is_tracker(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,10 +169,3 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""

@@ -22,11 +22,14 @@ from splitserve.messages import (
     Generate,
     Generated,
     Rejected,
-    Sampling,
     Stop,
 )
+from splitserve.settings import SamplingSettings
 
-SETTINGS = (Sampling(0.0, max_new_tokens=8), Sampling(0.8, 0.9, max_new_tokens=8))
+SETTINGS = (
+    SamplingSettings(0.0, max_new_tokens=8),
+    SamplingSettings(0.8, 0.9, max_new_tokens=8),
+)
 END = 2
 
 

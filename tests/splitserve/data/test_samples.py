@@ -13,6 +13,7 @@ from splitserve.data.samples import (
     DropReport,
     Sample,
     has_anchor,
+    in_share,
     limit_sample,
     make_sample,
     preview,
@@ -179,3 +180,14 @@ def test_nothing_to_train_on_shows_a_preview() -> None:
     with pytest.raises(ValueError, match="two supervised tokens next to each other") as failed:
         report.check(max_drop_fraction=1.0, decode=lambda ids: "".join(map(str, ids)))
     assert "0[[1]]2[[3]]4" in str(failed.value)
+
+
+def test_a_share_of_the_prompts_is_the_same_each_time() -> None:
+    names = [f"p{i}" for i in range(2000)]
+    chosen = [n for n in names if in_share(n, 1, 0.25, seed=3)]
+    assert 0.2 < len(chosen) / len(names) < 0.3
+    assert chosen == [n for n in names if in_share(n, 1, 0.25, seed=3)]
+    assert chosen != [n for n in names if in_share(n, 2, 0.25, seed=3)]
+    # A larger share takes in the smaller one.
+    assert set(chosen) < {n for n in names if in_share(n, 1, 0.5, seed=3)}
+    assert all(in_share(n, 0, 1.0, seed=3) for n in names)
