@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+import unicodedata
 from typing import Any
 
 import pytest
 from chat_templates import FAMILIES, Family, Pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from splitserve.data.conversation import parse_row
@@ -529,3 +538,59 @@ def test_cost_is_linear() -> None:
     tokenizer.apply_chat_template = counted  # type: ignore[method-assign]
     renderer.render_conversation([m for _ in range(64) for m in (user("x"), assistant("y"))])
     assert calls == [128]
+
+
+# --- tokenizers that change the text -------------------------------------------------------------
+
+ODD = ["\ufb01ne e\u0301 \u2460", "\u212b \uff21\uff22", "a\u0301\u0323", "\u1100\u1161 \u00a0x"]
+
+
+def changed_tokenizer(kind: str) -> PreTrainedTokenizerBase:
+    """The headers family's tokenizer with a normalizer, or with SentencePiece's words."""
+    tokenizer = FAMILIES["headers"].tokenizer()
+    core = tokenizer.backend_tokenizer
+    if kind in ("NFC", "NFKC", "NFD"):
+        core.normalizer = getattr(normalizers, kind)()
+        return tokenizer
+    words = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+    words.decoder = decoders.Metaspace(prepend_scheme=kind)
+    special = [t.content for t in tokenizer.added_tokens_decoder.values()]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        special_tokens=["<unk>", *(AddedToken(s, special=True, normalized=False) for s in special)],
+    )
+    words.train_from_iterator(["four plus two is six\nassistant user\n\n", *ODD] * 9, trainer)
+    made = type(tokenizer)(tokenizer_object=words, bos_token="<|bos|>", eos_token="<|eot|>")
+    made.chat_template = tokenizer.chat_template
+    return made
+
+
+@pytest.mark.parametrize("kind", ["NFC", "NFKC", "NFD"])
+def test_text_that_the_tokenizer_normalises(kind: str) -> None:
+    tokenizer = changed_tokenizer(kind)
+    renderer = ChatRenderer(tokenizer)
+    for question, answer in itertools.permutations(ODD, 2):
+        messages = [user(question), assistant(answer), user(answer), assistant(question)]
+        rendered = renderer.render_conversation(messages)
+        whole = tokenizer.apply_chat_template(messages, return_dict=False)
+        assert rendered.token_ids.tolist() == whole
+        assert spans(tokenizer, rendered) == [
+            unicodedata.normalize(kind, text) + "<|eot|>" for text in (answer, question)
+        ]
+
+
+@pytest.mark.parametrize("kind", ["always", "first", "never"])
+def test_words_with_marked_beginnings(kind: str) -> None:
+    tokenizer = changed_tokenizer(kind)
+    renderer = ChatRenderer(tokenizer)
+    messages = [user("two plus two"), assistant("four is six"), user("x"), assistant("plus")]
+    rendered = renderer.render_conversation(messages)
+    assert rendered.token_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert spans(tokenizer, rendered) == ["four is six<|eot|>", "plus<|eot|>"]
+    # Longer than what is cut for the tokenizer's threads, which such a tokenizer does not bear.
+    long = messages * 300
+    assert renderer.render_conversation(long).token_ids.tolist() == tokenizer.apply_chat_template(
+        long, return_dict=False
+    )
