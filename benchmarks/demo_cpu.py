@@ -1,4 +1,4 @@
-"""Record the demo's figures: `benchmarks/demo_cpu.py --run FOLDER --setup-seconds X ...`.
+"""Record the demo's figures: `python -m benchmarks.demo_cpu --run FOLDER --setup-seconds X ...`.
 
 The timings are measured outside (`/usr/bin/time -v make demo`, for example) and given here; accept
 lengths and who waited for whom are read from the finished run folder. Writes
