@@ -369,6 +369,14 @@ class RunSettings:
             f"less than data.max_tokens={self.data.max_tokens}",
             "lower draft.block_size, or raise data.max_tokens",
         )
+        float8 = self.objective.float8_logits
+        _check(
+            "objective.float8_logits",
+            float8,
+            not float8 or self.layout.device != "cpu",
+            "false on the CPU",
+            "leave it out; it is for GPUs with float8 products",
+        )
         share = -(-self.train.global_batch_size // self.layout.train_ranks)
         _check(
             "train.micro_batch_size",

@@ -28,6 +28,9 @@ BAD = [
     (SamplingSettings, "data.sampling", "top_p", 1.1),
     (SamplingSettings, "data.sampling", "top_k", 0),
     (SamplingSettings, "data.sampling", "max_new_tokens", 1),
+    (SamplingSettings, "data.sampling", "share", 0.0),
+    (EngineSettings, "engine", "submit_together", 0),
+    (TrainSettings, "train", "replay", 1.0),
     (TargetSettings, "target", "dtype", "float16"),
     (DraftSettings, "draft", "num_layers", 0),
     (DraftSettings, "draft", "block_size", 0),
@@ -102,6 +105,7 @@ BAD_OBJECTIVES = [
     ("decay", 0.0),
     ("temperature", 0.0),
     ("chunk_rows", -1),
+    ("accept_onpolicy", -1.0),
     ("credit_floor", 1.5),
     ("dpace_smoothing", -0.5),
 ]
@@ -152,6 +156,7 @@ def test_a_bad_objective_is_refused_by_name(name: str, value: object) -> None:
         ),
         ("train.micro_batch_size", {"train": TrainSettings(micro_batch_size=5)}),
         ("draft.block_size", {"draft": DraftSettings(block_size=256)}),
+        ("objective.float8_logits", {"objective": ObjectiveConfig(float8_logits=True)}),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
