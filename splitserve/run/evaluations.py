@@ -32,7 +32,7 @@ class Evaluations:
     snapshot but the first is passed over and counted: a late curve is worth less than a true one.
     """
 
-    def __init__(self, best: Best | None = None, max_waiting: int = 2) -> None:
+    def __init__(self, best: Best | None = None, max_waiting: int = 4) -> None:
         self.best = best
         self.skipped = 0
         self._waiting: deque[SnapshotReady] = deque()

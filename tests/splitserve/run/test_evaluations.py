@@ -82,7 +82,7 @@ def test_a_resumed_run_has_to_beat_its_earlier_best(snapshots: dict[int, Path]) 
 def test_a_slow_evaluator_skips_but_neither_the_first_nor_the_last(
     snapshots: dict[int, Path],
 ) -> None:
-    evaluations = Evaluations()
+    evaluations = Evaluations(max_waiting=2)
     add(evaluations, snapshots, 0, 1, 2, 3, 4)
     assert evaluations.skipped == 3
     assert kept(snapshots) == [0, 4, 5]
