@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from yaml import YAMLError
 
+from splitserve.data.account import DropReport
 from splitserve.data.conversation import Conversation, parse_row
 from splitserve.data.generate import GenerateCounts, Part, PartFile, generate
 from splitserve.data.leak import LeakIndex
@@ -24,7 +25,6 @@ from splitserve.data.pipeline import Pipeline, PipelineSettings
 from splitserve.data.preview import Shown, show_document, show_refusal, to_html, to_text
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import DropReport
 from splitserve.data.sources import (
     RawRow,
     SourceSettings,

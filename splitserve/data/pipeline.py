@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from splitserve.data.account import DropReport
 from splitserve.data.conversation import Conversation, TokenRow, parse_row
 from splitserve.data.leak import LeakIndex
 from splitserve.data.length import Document, limit
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import DropReport
 from splitserve.data.sources import RawRow, parse_json
 from splitserve.errors import RunFailed, UserError
 

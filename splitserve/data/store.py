@@ -30,9 +30,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from splitserve.data.account import DropReport
 from splitserve.data.length import Document
 from splitserve.data.pipeline import PipelineSettings
-from splitserve.data.samples import DropReport
 from splitserve.data.sources import SourceSettings, fingerprint
 from splitserve.errors import UserError
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from dspark.anchors import counter_rng
 from dspark.config import DraftConfig
+from splitserve.data.account import DropReport
 from splitserve.data.mask_token import choose_mask_token
 from splitserve.data.prompts import Prompt, read_prompts
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import DropReport, Sample, in_share, make_sample, sample_id_of
+from splitserve.data.samples import Sample, in_share, make_sample, sample_id_of
 from splitserve.data.schedule import SampleSchedule
 from splitserve.data.split import Split, check_no_leak, split_prompts
 from splitserve.errors import UserError

@@ -3,8 +3,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,8 @@ from splitserve.data.length import Document
 from splitserve.data.pipeline import BATCH_ROWS, Pipeline, PipelineSettings
 from splitserve.data.sources import RawRow
 from splitserve.errors import RunFailed, UserError
+
+ROOT = Path(__file__).parents[3]
 
 
 def user(content: str) -> dict[str, str]:
@@ -200,3 +205,12 @@ def test_leaks_are_found_in_thoughts_and_by_processes(headers: PreTrainedTokeniz
     pipeline = Pipeline(headers, settings, leaks=LeakIndex([("e", [user(EVAL)])]))
     assert [d.id for d in pipeline.documents(raw([row, chat()]))] == ["s:1"]
     assert pipeline.report.reasons == {"eval_leak": 1}
+
+
+def test_a_process_that_tokenizes_does_without_torch() -> None:
+    code = (
+        "import sys; import splitserve.data.pipeline, splitserve.data.store; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=100)
+    assert done.returncode == 0

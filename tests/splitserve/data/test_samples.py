@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.data.account import DropReport, preview
 from splitserve.data.length import limit
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.data.samples import (
-    DropReport,
     Sample,
     has_anchor,
     in_share,
     limit_sample,
     make_sample,
-    preview,
     sample_id_of,
 )
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.data import store as store_module
+from splitserve.data.account import DropReport
 from splitserve.data.length import Document
 from splitserve.data.pipeline import PipelineSettings
-from splitserve.data.samples import DropReport
 from splitserve.data.sources import SourceSettings
 from splitserve.data.store import DocumentStore, StoreBroken, open_or_build, store_key
 from splitserve.errors import UserError
