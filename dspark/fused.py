@@ -14,7 +14,6 @@ For one row, with q = softmax(z) the draft's and p the target's distribution, y 
     NLA = -log α                dNLA/dz = (c q - t) / α
     KL  = Σ p log(p/q)          dKL/dz  = q - p
     LK  = λ KL + (1-λ) (1-α),   λ = exp(-η α), detached
-
     -W α (on-policy, `onpolicy_weights`): W (c q - t), and the weight of CE that it adds
 
 so every mixture has the gradient A q - B t - C p - D e_y with four numbers per row. α and c are
@@ -38,9 +37,9 @@ from dspark.objective_config import ObjectiveConfig, onpolicy_weights, position_
 MIN_ALPHA = 1e-36
 """Keeps 1/α finite in float32."""
 CPU_CHUNK_ROWS = 256
+"""Rows of a chunk on the CPU where `chunk_rows` is left open."""
 GPU_CHUNK_BYTES = 320 << 20
-"""Size of a chunk's draft logits where `chunk_rows` is left open."""
-
+"""Size of a chunk's draft logits on a GPU where `chunk_rows` is left open."""
 
 Rows: TypeAlias = torch.Tensor | slice
 _Draft = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -251,7 +250,7 @@ def _cpu_chunks(
             continue
         logits = _draft_logits(hidden_ND, features_Nr, markov_w2_Vr, target, rows)
         unique, back = torch.unique(target.index_N[rows], return_inverse=True)
-        shared = _TargetRows(target.project(target.states_UD[unique]), config.temperature)
+        shared = _TargetRows(target.project(target.states_UD[unique]), config)
         labels, places = labels_N[rows].tolist(), back.tolist()
         stop = 0
         for block, count in enumerate(valid_MG.sum(1).tolist()):
@@ -272,18 +271,21 @@ def _cpu_chunks(
 class _TargetRows:
     """The target's distributions at a chunk's unique positions, each computed once."""
 
-    def __init__(self, logits_UV: torch.Tensor, temperature: float) -> None:
+    def __init__(self, logits_UV: torch.Tensor, config: ObjectiveConfig) -> None:
+        temperature = config.temperature
         self._logits_UV, self._temperature = logits_UV, temperature
         self._probs_UV = torch.empty(logits_UV.shape, dtype=torch.float32)
         self._lse_U, self._entropy_U = [], []
         for probs_V, logits_V in zip(self._probs_UV, logits_UV, strict=True):
             lse, _ = _softmax_into(probs_V, logits_V, temperature)
-            mean = float(torch.dot(probs_V, logits_V.float())) / temperature
             self._lse_U.append(lse)
-            self._entropy_U.append(lse - mean)
+            self._entropy_U.append(0.0)
+            if config.needs_kl:
+                mean = float(torch.dot(probs_V, logits_V.float())) / temperature
+                self._entropy_U[-1] = lse - mean
 
     def row(self, place: int, label: int) -> tuple[torch.Tensor, float, float]:
-        """p, float32 [V], its entropy, and log p(label)."""
+        """p, float32 [V], its entropy (0 where no term has KL), and log p(label)."""
         label_logit = float(self._logits_UV[place, label]) / self._temperature
         return self._probs_UV[place], self._entropy_U[place], label_logit - self._lse_U[place]
 
@@ -330,9 +332,10 @@ def _block(
         logits_RV, q_RV, below_RV, targets, labels, strict=False
     ):
         lse, largest = _softmax_into(q, z, temperature)
-        below.copy_(z)
-        # From the logits, where no probability can have become 0.
-        kl = lse - float(torch.dot(p, below)) / temperature - entropy if _needs_kl(config) else 0.0
+        kl = 0.0
+        if config.needs_kl:
+            # From the logits, where no probability can have become 0.
+            kl = lse - float(torch.dot(p, below.copy_(z))) / temperature - entropy
         label_logit = float(z[label]) / temperature
         # The first of equal logits is the choice.
         is_choice = label_logit == largest and not (
@@ -365,10 +368,6 @@ def _block(
             grad[labels[row]] -= d
             logits_RV[row].copy_(grad)
     return torch.stack([alpha_R, ce_R, kl_R, label_q_R, hit_R, weight_R, prefix_R])
-
-
-def _needs_kl(config: ObjectiveConfig) -> bool:
-    return config.kl > 0.0 or config.lk_hybrid > 0.0
 
 
 def coefficients(
@@ -455,4 +454,4 @@ def _chunk_rows(
     num_blocks = hidden_ND.shape[0] // block_size
     num_chunks = -(-num_blocks // max(1, rows // block_size))
     # Equal chunks: a short last one would leave most of a GPU idle.
-    return -(-num_blocks // max(1, num_chunks)) * block_size
+    return max(1, -(-num_blocks // max(1, num_chunks))) * block_size

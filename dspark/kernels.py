@@ -336,8 +336,7 @@ def objective_chunk(
     lse_z, choice = row_lse(z_RV, config.temperature, valid_R=valid_R)
     lse_u, _ = row_lse(u_UV, config.temperature, with_argmax=False)
     pair = (z_RV, lse_z, u_UV, lse_u, target_of_row_R, labels_R, valid_R, config.temperature)
-    need_kl = config.kl > 0.0 or config.lk_hybrid > 0.0
-    alpha, below, kl, label_logprob, label_logp = row_overlap(*pair, need_kl=need_kl)
+    alpha, below, kl, label_logprob, label_logp = row_overlap(*pair, need_kl=config.needs_kl)
     label_q = label_logprob.exp() * valid_R
     weight = position_weights(
         config, alpha.view(valid_MG.shape), label_q.view(valid_MG.shape), valid_MG

@@ -68,7 +68,7 @@ def fused_objective(
         target_states_UD: the target's states after its final norm; no gradient.
         target_index_N: int64, the row of `target_states_UD` that gives p for each row.
         labels_N: int64; valid_N: bool.
-        target_bounds_M2: int64 on the CPU, the first and last+1 row of `target_states_U` that a
+        target_bounds_M2: int64 on the CPU, the first and last+1 row of `target_states_UD` that a
             block's rows need, so that a chunk of blocks takes those alone; None: all.
         lm_head_float8: takes the place of `lm_head_VD` in the logits; a GPU that has float8.
         confidence_logits_N: float32, or None to leave the confidence loss out.

@@ -77,6 +77,11 @@ class ObjectiveConfig:
             "credit or dpace beside accept_onpolicy",
         )
 
+    @property
+    def needs_kl(self) -> bool:
+        """Whether any term takes KL(p‖q)."""
+        return self.kl > 0.0 or self.lk_hybrid > 0.0
+
     def _require(self, name: str, good: bool, allowed: str) -> None:
         if not good:
             raise ValueError(

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
-from yaml import YAMLError
 
 from splitserve.data.account import DropReport
 from splitserve.data.conversation import Conversation, parse_row
@@ -36,6 +35,7 @@ from splitserve.data.sources import (
 from splitserve.data.stats import DataStats
 from splitserve.data.store import open_or_build, store_key
 from splitserve.errors import RunFailed, UserError, suggest
+from splitserve.options import parse_options
 from splitserve.settings import SamplingSettings
 from splitserve.target.info import TargetInfo, read_target
 from splitserve.target.prepare import default_cache_dir
@@ -123,7 +123,7 @@ def preview(arguments: Sequence[str]) -> int:
     Raises:
         UserError: unknown or ill-typed option, no such source or target.
     """
-    options = parse_options(PreviewOptions, arguments)
+    options = parse_options(PreviewOptions, arguments, nested=True)
     if options.num < 1 or options.skip < 0:
         name, value = ("num", options.num) if options.num < 1 else ("skip", options.skip)
         raise UserError(name, value, "a number of rows", f"raise {name}")
@@ -159,7 +159,7 @@ def stats(arguments: Sequence[str]) -> int:
         UserError: unknown or ill-typed option, no such source or target.
         ValueError: a limit on dropped rows is passed.
     """
-    options = parse_options(StatsOptions, arguments)
+    options = parse_options(StatsOptions, arguments, nested=True)
     if options.num_anchors < 1:
         raise UserError("num_anchors", options.num_anchors, "1 or more", "raise num_anchors")
     sources = _sources(options.data)
@@ -219,7 +219,7 @@ def generate_responses(arguments: Sequence[str]) -> int:
             answers.
         RunFailed: the target's process ended, or answers are missing.
     """
-    options = parse_options(GenerateOptions, arguments)
+    options = parse_options(GenerateOptions, arguments, nested=True)
     if not options.out:
         raise UserError("out", "", "a folder for the answers", "set out=FOLDER")
     part = _part(options.part)
@@ -344,26 +344,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 # --- options -------------------------------------------------------------------------------------
-
-
-def parse_options(cls: type[T], arguments: Sequence[str]) -> T:
-    """`key=value` arguments into an options dataclass, typed by its fields.
-
-    Raises:
-        UserError: an unknown option, or a value of another type.
-    """
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key.partition(".")[0] not in known:
-            raise UserError(key, value, "an option of this command", suggest(key, known))
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.from_dotlist([*arguments]))
-        return cast(T, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise UserError(
-            "option", " ".join(arguments), "values of the right type", str(error).splitlines()[0]
-        ) from error
 
 
 def _sources(data: Any) -> list[SourceSettings]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 WAIT_SECONDS = 10.0
@@ -22,18 +23,30 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
-def descendants() -> list[int]:
-    """Ids of all living processes that this one or a child of it has started (Linux)."""
-    children: dict[int, list[int]] = {}
+def living() -> Iterator[tuple[int, int, int]]:
+    """Process id, parent and process group of every process but the zombies (Linux)."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-        except OSError:
+            # The command in parentheses may itself hold spaces and parentheses.
+            state, parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
             continue
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(entry.name))
+        if state not in "ZX":
+            yield int(entry.name), int(parent), int(group)
+
+
+def members(group: int) -> list[int]:
+    """Ids of the living processes of a process group."""
+    return [pid for pid, _, other in living() if other == group]
+
+
+def descendants() -> list[int]:
+    """Ids of all living processes that this one or a child of it has started."""
+    children: dict[int, list[int]] = {}
+    for pid, parent, _ in living():
+        children.setdefault(parent, []).append(pid)
     found: list[int] = []
     queue = [os.getpid()]
     while queue:
@@ -46,8 +59,8 @@ def descendants() -> list[int]:
 def kill_descendants() -> None:
     """Kill all but the resource tracker and wait until they are gone, at most a few seconds."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while (living := _mortals()) and time.monotonic() < deadline:
-        for pid in living:
+    while (left := _mortals()) and time.monotonic() < deadline:
+        for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
 
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from dspark.checkpoint import read_config
 from splitserve.compose import compose_resumed
 from splitserve.data.prompts import read_prompts
 from splitserve.data.render import ChatRenderer
-from splitserve.errors import RunFailed, UserError, suggest
+from splitserve.errors import RunFailed, UserError
 from splitserve.eval.measure import Evaluator, lossless_differences
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
+from splitserve.options import parse_options
 from splitserve.run.folder import RunFolder, newest_run
 from splitserve.run.main import best_so_far, export_draft, serving_line
 from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
 from splitserve.run.summary import accept_table, settings_line
 from splitserve.target.prepare import read_target
 from splitserve.train.checkpoint import list_checkpoints, read_meta
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         UserError: unknown or ill-typed option, or nothing to measure.
         RunFailed: with lossless=true, an output differs.
     """
-    options = _parse(EvalOptions, arguments)
+    options = parse_options(EvalOptions, arguments)
     console = Console()
     if options.temperature < 0.0:
         raise UserError("temperature", options.temperature, "0 or more", "0 is greedy")
@@ -138,7 +135,7 @@ def export(arguments: Sequence[str]) -> int:
     Raises:
         UserError: unknown option, run or checkpoint.
     """
-    options = _parse(ExportOptions, arguments)
+    options = parse_options(ExportOptions, arguments)
     folder = RunFolder(_run_path(options.run))
     source = _checkpoint_draft(folder, options.checkpoint)
     out = Path(options.out) if options.out else folder.export
@@ -191,19 +188,3 @@ def _existing(path: Path) -> Path:
         )
     read_config(path)
     return path
-
-
-def _parse(cls: type[T], arguments: Sequence[str]) -> T:
-    """`key=value` arguments into an options dataclass, typed by its fields."""
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in known:
-            raise UserError(key, value, "an option of this command", suggest(key, known))
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.from_dotlist([*arguments]))
-        return cast(T, OmegaConf.to_object(merged))
-    except Exception as error:
-        raise UserError(
-            "option", " ".join(arguments), "values of the right type", str(error).splitlines()[0]
-        ) from error

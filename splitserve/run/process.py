@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from splitserve.engine.processes import is_tracker
+from splitserve.engine.processes import is_tracker, members
 from splitserve.messages import Heartbeat, Start, Stop
-from splitserve.run.shared_memory import SharedMemoryGuard, group_of, processes
+from splitserve.run.shared_memory import SharedMemoryGuard
 
 NOTE_SECONDS = 2.0
 TRACKER_SECONDS = 2.0
@@ -114,23 +114,19 @@ class ChildProcess:
     def kill(self) -> None:
         """End the worker and all that it has started, now."""
         self._memory.note()
-        for pid in self._members():
+        for pid in members(self._process.pid):
             if not is_tracker(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         deadline = time.monotonic() + TRACKER_SECONDS
-        while self._members() and time.monotonic() < deadline:
+        while members(self._process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._memory.remove()
         self._outbox.put(None)
-
-    def _members(self) -> list[int]:
-        """The living processes of the worker's group."""
-        return [int(p.name) for p in processes() if group_of(p) == self._process.pid]
 
     def close(self) -> None:
         """Kill what still runs and let go of the socket."""

@@ -8,8 +8,9 @@ live and removed once they are gone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
+
+from splitserve.engine.processes import living, members
 
 SHM = "/dev/shm/"
 
@@ -23,9 +24,8 @@ class SharedMemoryGuard:
 
     def note(self) -> None:
         """Look at what the group's processes have mapped right now."""
-        for process in processes():
-            if group_of(process) == self._group:
-                self._names |= _mapped(process)
+        for pid in members(self._group):
+            self._names |= _mapped(pid)
 
     def remove(self) -> list[str]:
         """Unlink what is left of it and mapped by no living process; the names removed.
@@ -34,8 +34,8 @@ class SharedMemoryGuard:
         """
         left = {name for name in self._names if Path(name).exists()}
         if left:
-            for process in processes():
-                left -= _mapped(process)
+            for pid, _, _ in living():
+                left -= _mapped(pid)
         for name in left:
             with contextlib.suppress(OSError):
                 Path(name).unlink()
@@ -43,24 +43,9 @@ class SharedMemoryGuard:
         return sorted(left)
 
 
-def processes() -> Iterator[Path]:
-    """The folder in /proc of every process."""
-    return (p for p in Path("/proc").iterdir() if p.name.isdigit())
-
-
-def group_of(process: Path) -> int:
-    """Its process group; -1 for one that is dead, a zombie too."""
+def _mapped(pid: int) -> set[str]:
     try:
-        # The command in parentheses may itself hold spaces and parentheses.
-        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-        return -1 if state in "ZX" else int(group)
-    except (OSError, ValueError, IndexError):
-        return -1
-
-
-def _mapped(process: Path) -> set[str]:
-    try:
-        lines = (process / "maps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
         return set()
     found = {line.split(maxsplit=5)[5] for line in lines if SHM in line}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.engine.processes import members
 from splitserve.run.process import ChildProcess
 
 WORKER = """
@@ -42,4 +43,4 @@ def test_semaphores_of_a_killed_worker_are_unlinked(tmp_path: Path) -> None:
     assert semaphore.exists()
     child.close()
     assert not semaphore.exists()
-    assert not child._members()
+    assert not members(child.pid)
