@@ -221,6 +221,8 @@ class EvalSettings:
     """Of the curve, and of the choice of the best draft."""
     final_temperatures: list[float] = field(default_factory=lambda: [0.8])
     """Further temperatures of the last report."""
+    early_stop: int = 0
+    """Measurements in a row without a better accept length after which the run ends; 0 never."""
 
     def __post_init__(self) -> None:
         _at_least("eval.every", self.every, 0)
@@ -228,6 +230,7 @@ class EvalSettings:
         _at_least("eval.max_new_tokens", self.max_new_tokens, 2)
         _at_least("eval.batch_size", self.batch_size, 1)
         _at_least("eval.temperature", self.temperature, 0.0)
+        _at_least("eval.early_stop", self.early_stop, 0)
         for temperature in self.final_temperatures:
             _at_least("eval.final_temperatures", temperature, 0.0)
 
@@ -251,6 +254,20 @@ class EngineSettings:
     """SGLang's port; 0 picks a free one."""
     num_threads: int = 1
     """CPU threads per engine rank."""
+    speculate: str = "auto"
+    """Whether the engine runs the draft that is being trained: on (measures the accept length as it
+    is served, and answers faster), off (captures only), auto (on where SGLang can: a GPU, and a
+    draft with a Markov head)."""
+    attention_backend: str = ""
+    """SGLang's on a GPU; empty leaves it to SGLang."""
+    memory_fraction: float = 0.0
+    """Of each target GPU, for weights and KV cache; 0 leaves it to `splitserve plan`'s rule."""
+    kv_cache_tokens: int = 0
+    """Tokens of KV cache; 0 is enough for every running request at its longest."""
+    cuda_graph_batch_sizes: list[int] = field(default_factory=list)
+    """Requests per decode step for which a CUDA graph is captured; empty spreads a few."""
+    mixed_chunk: bool = False
+    """Let prefill chunks and decode steps share forward passes."""
     selfcheck_tolerance: float = 0.0
     """Largest mean difference of log-probabilities in the self-check, nats; 0 goes by dtype."""
     max_restarts: int = 2
@@ -259,10 +276,20 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _one_of("engine.kind", self.kind, ("sglang", "transformers"))
+        _one_of("engine.speculate", self.speculate, ("auto", "on", "off"))
         for name in ("chunked_prefill_size", "max_running_requests", "max_in_flight"):
             _at_least(f"engine.{name}", getattr(self, name), 1)
         for name in ("submit_together", "num_threads"):
             _at_least(f"engine.{name}", getattr(self, name), 1)
+        _check(
+            "engine.memory_fraction",
+            self.memory_fraction,
+            0.0 <= self.memory_fraction < 1.0,
+            "0 to below 1",
+        )
+        _at_least("engine.kv_cache_tokens", self.kv_cache_tokens, 0)
+        for size in self.cuda_graph_batch_sizes:
+            _at_least("engine.cuda_graph_batch_sizes", size, 1)
         _at_least("engine.selfcheck_tolerance", self.selfcheck_tolerance, 0.0)
         _at_least("engine.max_restarts", self.max_restarts, 0)
         _at_least("engine.start_timeout_seconds", self.start_timeout_seconds, 1.0)
@@ -274,14 +301,21 @@ class LayoutSettings:
     """Which processors do what."""
 
     device: str = "cpu"
+    """cpu or cuda."""
+    target: list[int] = field(default_factory=list)
+    """GPUs of the target half, counted among the visible ones; the target is split over all of
+    them (tensor parallel)."""
+    train: list[int] = field(default_factory=list)
+    """GPUs of the draft half, one DeepSpeed rank each; both halves may share a GPU."""
     train_ranks: int = 2
-    """DeepSpeed ranks of the draft half."""
+    """DeepSpeed ranks on the CPU; on GPUs it is the number of `layout.train`."""
     train_threads: int = 1
     """CPU threads of each of them."""
     eval_threads: int = 1
     """CPU threads of the evaluator."""
     ring_bytes: int = 2**30
-    """Shared memory for hidden states; what fits stays there for the next epoch."""
+    """Memory for hidden states, on each target GPU or shared on the host; what fits stays there for
+    the next epoch."""
     master_port: int = 0
     """Rendezvous port of the trainer ranks; 0 picks a free one."""
     heartbeat_timeout_seconds: float = 120.0
@@ -289,18 +323,38 @@ class LayoutSettings:
     collective_timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        _check(
-            "layout.device",
-            self.device,
-            self.device == "cpu",
-            "cpu",
-            "training beside an accelerator's engine is not part of this version",
-        )
+        _one_of("layout.device", self.device, ("cpu", "cuda"))
+        for name in ("target", "train"):
+            self._check_gpus(name, getattr(self, name))
         for name in ("train_ranks", "train_threads", "eval_threads", "ring_bytes"):
             _at_least(f"layout.{name}", getattr(self, name), 1)
         _check("layout.master_port", self.master_port, 0 <= self.master_port < 65536, "0 to 65535")
         _at_least("layout.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds, 1.0)
         _at_least("layout.collective_timeout_seconds", self.collective_timeout_seconds, 1.0)
+
+    def _check_gpus(self, name: str, gpus: list[int]) -> None:
+        field_name = f"layout.{name}"
+        if self.device == "cpu":
+            _check(field_name, gpus, not gpus, "[] on the CPU", "set layout.device=cuda")
+            return
+        good = bool(gpus) and len(set(gpus)) == len(gpus) and min(gpus) >= 0
+        _check(
+            field_name,
+            gpus,
+            good,
+            "one or more different GPU numbers from 0",
+            f"set {field_name}=[0], or take layout=gpu1",
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether both halves run on GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def num_ranks(self) -> int:
+        """DeepSpeed ranks of the draft half."""
+        return len(self.train) if self.on_gpu else self.train_ranks
 
 
 @dataclass(frozen=True)
@@ -377,7 +431,7 @@ class RunSettings:
             "false on the CPU",
             "leave it out; it is for GPUs with float8 products",
         )
-        share = -(-self.train.global_batch_size // self.layout.train_ranks)
+        share = -(-self.train.global_batch_size // self.layout.num_ranks)
         _check(
             "train.micro_batch_size",
             self.train.micro_batch_size,
