@@ -435,7 +435,7 @@ class RunSettings:
         _check(
             "train.micro_batch_size",
             self.train.micro_batch_size,
-            self.train.micro_batch_size <= share,
+            self.layout.on_gpu or self.train.micro_batch_size <= share,
             f"1 to {share}, a rank's share of train.global_batch_size",
             "lower train.micro_batch_size, or layout.train_ranks, or raise the global batch",
         )

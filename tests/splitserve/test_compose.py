@@ -148,7 +148,7 @@ def test_an_unknown_name_brings_the_nearest_one(argument: str, field: str, neare
         ("draft.warm_start=perhaps", "draft.warm_start"),
         ("draft.target_layer_ids=[a]", "draft.target_layer_ids"),
         ("train.steps=0", "train.steps"),
-        ("layout.device=cuda", "layout.device"),
+        ("layout.device=tpu", "layout.device"),
         ("data.prompts=", "data.prompts"),
         ("train.steps", "argument"),
         ("train.steps=[1", "train.steps"),
