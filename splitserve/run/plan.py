@@ -22,6 +22,7 @@ from splitserve.messages import Sampling
 from splitserve.run.feeder import Entry
 from splitserve.run.process import port_is_free
 from splitserve.settings import RunSettings
+from splitserve.target.info import check_device, check_warm_start
 from splitserve.target.prepare import TargetInfo, capturable_layers, prepare_target
 from splitserve.transport.layout import RingLayout
 
@@ -69,6 +70,8 @@ def target_of(settings: RunSettings) -> TargetInfo:
     target = settings.target
     return prepare_target(
         path=target.path,
+        random_config=target.random_config,
+        random_seed=target.random_seed,
         package=target.package,
         gguf_member=target.gguf_member,
         gguf_sha256=target.gguf_sha256,
@@ -96,6 +99,8 @@ def make_plan(settings: RunSettings) -> Plan:
         tokenizer, target.vocab_size, settings.draft.mask_token, used | set(target.eos_token_ids)
     )
     draft = draft_config(settings, target, mask_token)
+    check_warm_start(target, settings.draft.warm_start)
+    check_device(target, settings.layout.device)
     entries = _entries(settings, train)
     layout = RingLayout(draft.num_context_features, draft.hidden_size, settings.target.dtype)
     _check_ring(settings, layout)

