@@ -72,6 +72,34 @@ class DomainCounts:
                 self.reached[k] += 1
                 self.accepted[k] += k < count
 
+    def add_served(self, histogram: Sequence[int], num_tokens: int) -> None:
+        """Count one request by what a server says of it.
+
+        A server does not say which drafts of the last round lie beyond the response's end, so
+        `accepted` and `histogram` count them all; `num_tokens` does not.
+
+        Args:
+            histogram: rounds by accepted drafts, from 0 on.
+            num_tokens: tokens of the response that rounds committed.
+
+        Raises:
+            ValueError: more drafts were accepted than a block has.
+        """
+        if len(histogram) > self.block_size + 1:
+            raise ValueError(
+                f"report: the server counted {len(histogram) - 1} accepted drafts in a round; "
+                f"allowed: up to block_size={self.block_size}; measure with the draft's own"
+            )
+        self.num_requests += 1
+        self.num_drafted_requests += sum(histogram) > 0
+        self.num_rounds += sum(histogram)
+        self.num_tokens += num_tokens
+        for count, rounds in enumerate(histogram):
+            self.histogram[count] += rounds
+            for k in range(min(count + 1, self.block_size)):
+                self.reached[k] += rounds
+                self.accepted[k] += rounds if k < count else 0
+
     def merge(self, other: DomainCounts) -> None:
         """Add another domain's sums."""
         self.num_requests += other.num_requests
@@ -140,10 +168,20 @@ class AcceptReport:
         Raises:
             ValueError: the domain has the name of the sums.
         """
+        self._counts(domain).add(list(rounds))
+
+    def add_served(self, domain: str, histogram: Sequence[int], num_tokens: int) -> None:
+        """Count one request by what a server says of it; see `DomainCounts.add_served`.
+
+        Raises:
+            ValueError: the domain has the name of the sums, or the counts do not fit the block.
+        """
+        self._counts(domain).add_served(histogram, num_tokens)
+
+    def _counts(self, domain: str) -> DomainCounts:
         if domain == ALL:
             raise ValueError(f"domain={ALL!r} is the name of the sums over domains; rename it")
-        counts = self.domains.setdefault(domain, DomainCounts(self.block_size))
-        counts.add(list(rounds))
+        return self.domains.setdefault(domain, DomainCounts(self.block_size))
 
     @property
     def total(self) -> DomainCounts:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from splitserve.errors import WorkerError
-from splitserve.messages import Generate, Generated, Rejected, Taught, Teach
+from splitserve.eval.spec import EvaluatorSpec
+from splitserve.messages import Evaluate, Evaluated, Generate, Generated, Rejected, Taught, Teach
 from splitserve.transport.layout import RingLayout
 
-Result = Generated | Taught | Rejected
+if TYPE_CHECKING:
+    from splitserve.transport.weights import ExchangeAddress
+
+Result = Generated | Taught | Rejected | Evaluated
 
 
 class EngineError(WorkerError):
@@ -51,6 +55,18 @@ class EngineSpec:
     """Base port of SGLang; 0 = SGLang chooses."""
     attention_backend: str = ""
     """SGLang attention backend on an accelerator; empty = its default."""
+    memory_fraction: float = 0.0
+    """Share of each GPU's memory for weights and KV cache; 0 = SGLang's own rule."""
+    cuda_graph_batch_sizes: tuple[int, ...] = ()
+    """Requests per decode step that a CUDA graph is captured for; empty = a few up to
+    max_running_requests."""
+    draft_path: str = ""
+    """Export folder of the draft that the engine begins to speculate with; empty = it only
+    captures."""
+    exchange: ExchangeAddress | None = None
+    """Where the trainers leave newer weights of that draft."""
+    evaluation: EvaluatorSpec | None = None
+    """What an engine that speculates measures when it is asked to."""
     mixed_chunk: bool = False
     """Let prefill chunks and decode steps share forward passes."""
     log_file: str = ""
@@ -98,8 +114,9 @@ class TargetEngine(Protocol):
     def info(self) -> dict[str, object]:
         """What the coordinator records about the engine (names, versions, layers)."""
 
-    def submit(self, request: Generate | Teach) -> None:
-        """Take a request; never blocks. Exactly one result follows."""
+    def submit(self, request: Generate | Teach | Evaluate) -> None:
+        """Take a request; never blocks. Exactly one result follows. Only an engine that speculates
+        evaluates."""
 
     def close(self) -> None:
         """Stop, and leave no process and no thread behind."""

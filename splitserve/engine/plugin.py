@@ -33,6 +33,12 @@ class CaptureConfig:
     hidden_size: int
     dtype: str
     device: str
+    control: str = ""
+    """Path of the engine's control block."""
+    exchange: str = ""
+    """Address of the draft's exchange buffer, as JSON; empty without one."""
+    speculates: bool = False
+    """Whether the engine runs a draft."""
 
     def to_json(self) -> str:
         """The environment variable's value."""
@@ -78,7 +84,8 @@ class Capture:
         """
         if runner.is_draft_worker or forward_batch.rids is None:
             return
-        if not forward_batch.forward_mode.is_extend():
+        # Verifying drafts counts as extending to SGLang.
+        if not forward_batch.forward_mode.is_extend_without_speculative():
             return
         marked = [
             (index, *parsed)
@@ -87,7 +94,7 @@ class Capture:
         ]
         if not marked:
             return
-        if _tensor_parallel_rank() != 0:
+        if tensor_parallel_rank() != 0:
             # Under plain tensor parallelism every rank holds the same full-width values.
             return
         try:
@@ -140,7 +147,8 @@ class Capture:
         return self._writers[ring]
 
 
-def _tensor_parallel_rank() -> int:
+def tensor_parallel_rank() -> int:
+    """This scheduler's rank in the target's tensor-parallel group."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().tp_rank
@@ -155,6 +163,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(FORWARD, Capture(config).after_forward, HookType.AFTER)
+    if config.speculates:
+        from splitserve.engine import speculative
+
+        recorder = speculative.ProposalRecorder(config.control)
+        HookRegistry.register(
+            speculative.LOGITS_PROCESSOR, speculative.keep_last_states, HookType.AFTER
+        )
+        HookRegistry.register(speculative.OBSERVE, recorder.after_verify, HookType.AFTER)
     if config.device == "cpu":
         _register_cpu(HookRegistry.register, HookType)
 

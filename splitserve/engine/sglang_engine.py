@@ -11,26 +11,45 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from serving.version import require_sglang
+from splitserve.engine.arguments import (
+    MAIN_RING,
+    PROBE_RING,
+    convention,
+    engine_arguments,
+    environment,
+)
 from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink
+from splitserve.engine.control import ControlBlock
 from splitserve.engine.cpu_sampling import generate_rid
-from splitserve.engine.plugin import ENVIRONMENT, CaptureConfig, teach_rid
+from splitserve.engine.draft_loader import LOADER, draft_tag
+from splitserve.engine.plugin import teach_rid
 from splitserve.engine.plugin_check import check_plugin
 from splitserve.engine.processes import kill_descendants
-from splitserve.messages import Generate, Generated, Rejected, Sampling, SlotRef, Taught, Teach
-from splitserve.target.info import capturable_layers, capture_convention, read_target
-from splitserve.transport.ring import RingOwner, RingWriter
+from splitserve.engine.served import ServedEvaluator
+from splitserve.engine.speculative import proposal_rid
+from splitserve.messages import (
+    Evaluate,
+    Generate,
+    Generated,
+    Rejected,
+    Sampling,
+    SlotRef,
+    Taught,
+    Teach,
+)
+from splitserve.target.info import capturable_layers, read_target
+from splitserve.transport.ring import RingOwner, RingReader, RingWriter, SampleStates
 
-# SGLang keeps a few tokens of the context back; a sample as long as ours must still fit.
-CONTEXT_MARGIN_TOKENS = 16
-MAIN_RING, PROBE_RING = "main", "probe"
+CAPTURE_SECONDS = 10.0
 
 
 # One engine per process, as SGLang has it; filled by the signal handler, which SGLang pickles.
@@ -55,6 +74,9 @@ class SGLangEngine:
         self._sink = sink
         # Ids must differ, also where the coordinator asks for a response again.
         self._count = itertools.count()
+        self._proposals = itertools.count(1)
+        self.draft_step = -1
+        """Of the draft in place; -1 is the one that the engine was started with."""
         _child_deaths.clear()
         self._version = require_sglang()
         check_plugin()
@@ -66,8 +88,11 @@ class SGLangEngine:
         probe_bytes = 4 * spec.ring_layout.slot_bytes(spec.context_length)
         self.probe_ring = RingOwner.create(probe_bytes, spec.ring_layout)
         self._probe_writer = RingWriter.attach(self.probe_ring.path, spec.ring_layout)
+        self._probe_reader = RingReader.attach(self.probe_ring.path, spec.ring_layout)
+        self.control = ControlBlock.create()
         started = time.monotonic()
         self._engine = self._start()
+        self._evaluator = ServedEvaluator(self, spec.evaluation) if spec.evaluation else None
         self.start_seconds = time.monotonic() - started
         self._loop = self._engine.loop
         self._thread = threading.Thread(target=self._run_loop, name="sglang-requests", daemon=True)
@@ -75,12 +100,15 @@ class SGLangEngine:
 
     def _start(self) -> Any:
         spec = self.spec
-        for name, value in _environment(spec, self.probe_ring.path).items():
+        for name, value in environment(spec, self.probe_ring.path, self.control.path).items():
             os.environ[name] = value
         try:
             from sglang import Engine
 
-            return Engine(**engine_arguments(spec, self.target.architecture))
+            return Engine(
+                **engine_arguments(spec, self.target.architecture),
+                custom_sigquit_handler=note_child_death,
+            )
         except ValueError:
             raise
         except BaseException as error:
@@ -107,14 +135,14 @@ class SGLangEngine:
             "engine": "sglang",
             "version": self._version,
             "architecture": self.target.architecture,
-            "capture": _convention(self.spec, self.target.architecture),
+            "capture": convention(self.spec, self.target.architecture),
             "layer_ids": list(self.spec.layer_ids),
             "device": self.spec.device,
             "dtype": self.spec.dtype,
             "start_seconds": round(self.start_seconds, 1),
         }
 
-    def submit(self, request: Generate | Teach) -> None:
+    def submit(self, request: Generate | Teach | Evaluate) -> None:
         """Take a request from any thread; its result goes to the sink."""
         asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
 
@@ -125,9 +153,11 @@ class SGLangEngine:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         # Not SGLang's own end, which kills the resource tracker too.
         kill_descendants()
+        self._probe_reader.close()
         self._probe_writer.close()
         self.probe_ring.close()
         self.ring.close()
+        self.control.close()
 
     def probe(self, token_ids: tuple[int, ...], num_logprobs: int) -> ProbeResult:
         """Teach one sequence into the private ring, with the target's own log-probabilities.
@@ -146,7 +176,11 @@ class SGLangEngine:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    async def _answer(self, request: Generate | Teach) -> None:
+    async def _answer(self, request: Generate | Teach | Evaluate) -> None:
+        if isinstance(request, Evaluate):
+            assert self._evaluator is not None, "only an engine that speculates evaluates"
+            await self._evaluator.answer(request, self._sink)
+            return
         slot = request.slot if isinstance(request, Teach) else None
         name = request.sample_id if isinstance(request, Teach) else request.request_id
         result: Result
@@ -158,6 +192,94 @@ class SGLangEngine:
         except Exception as error:
             result = Rejected(name, slot, f"engine_error: {type(error).__name__}: {error}")
         self._sink(result)
+
+    async def decode(
+        self, token_ids: Sequence[int], sampling: Sampling, rid: str
+    ) -> tuple[dict[str, Any], float, float]:
+        """One response as SGLang gives it, and when its first and last token came (monotonic).
+
+        Raises EngineError if SGLang gives the request up.
+        """
+        stream = await self._engine.async_generate(
+            input_ids=list(token_ids),
+            sampling_params=self._sampling_params(sampling),
+            rid=rid,
+            stream=True,
+        )
+        first, last, answer = 0.0, 0.0, None
+        async for part in stream:
+            last = time.monotonic()
+            first = first or last
+            answer = part
+        kind, detail = ("unknown", "no answer") if answer is None else _finish(answer)
+        if answer is None or kind not in ("stop", "length"):
+            raise EngineError(f"the target gave request {rid} up: {kind}: {detail}")
+        return answer, first, last
+
+    async def update_draft(self, step: int, folder: str) -> DraftUpdate:
+        """Give the running engine the draft of that step; requests go on where they are.
+
+        The weights come from the exchange buffer while it holds that step, else from the folder.
+        Raises EngineError if SGLang refuses them.
+        """
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            ContinueGenerationReqInput,
+            EndWeightUpdateReqInput,
+            PauseGenerationReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        manager = self._engine.tokenizer_manager
+        payload = MultiprocessingSerializer.serialize([(draft_tag(step, folder), torch.zeros(1))])
+        weights = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self.spec.tp_size,
+            load_format=LOADER,
+            # The cache is the target's, and old drafts' entries end with their requests.
+            flush_cache=False,
+            selector="draft",
+        )
+        started = time.monotonic()
+        # Otherwise the update would wait until no request is left.
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        try:
+            _require(await manager.begin_weight_update(BeginWeightUpdateReqInput(selector="draft")))
+            _require(await manager.update_weights_from_tensor(weights))
+            _require(await manager.end_weight_update(EndWeightUpdateReqInput()))
+        finally:
+            await manager.continue_generation(ContinueGenerationReqInput())
+        seconds = time.monotonic() - started
+        loaded, source = self.control.draft()
+        if loaded != step:
+            raise EngineError(f"the engine's draft is of step {loaded} after an update to {step}")
+        self.draft_step = step
+        return DraftUpdate(step, source.name.lower(), seconds)
+
+    async def propose(self, token_ids: Sequence[int], num_tokens: int) -> tuple[list[int], SlotRef]:
+        """The engine's own first proposal after a prompt: anchor and drafts; and a slot of the
+        private ring that holds the prompt's states, the caller's to free.
+
+        Raises EngineError if none was seen.
+        """
+        slot = self.probe_ring.allocate(len(token_ids))
+        assert slot is not None, "nothing else is in the private ring by now"
+        number = next(self._proposals)
+        await self._prefill(tuple(token_ids), teach_rid(PROBE_RING, slot, f"probe{number}"))
+        reason = self._probe_writer.check(slot, torch.tensor(list(token_ids)))
+        sampling = Sampling(temperature=0.0, max_new_tokens=num_tokens)
+        await self.decode(token_ids, sampling, proposal_rid(number))
+        tokens = self.control.proposal(number)
+        if reason is not None or tokens is None:
+            self.probe_ring.free(slot)
+            raise EngineError(
+                f"the engine's proposal could not be read: {reason or 'no draft was verified'}"
+            )
+        return tokens, slot
+
+    def read_probe(self, slot: SlotRef) -> SampleStates:
+        """The states in a complete slot of the private ring, as views."""
+        return self._probe_reader.read(slot)
 
     async def _generate(self, request: Generate) -> Generated | Rejected:
         answer = await self._engine.async_generate(
@@ -188,10 +310,22 @@ class SGLangEngine:
         kind, detail = _finish(answer)
         if kind not in ("stop", "length"):
             return Rejected(request.sample_id, request.slot, f"engine_error: {kind}: {detail}")
-        reason = self.ring.check(request.slot, torch.tensor(request.token_ids))
+        reason = await self._captured(request.slot, torch.tensor(request.token_ids))
         if reason is not None:
             return Rejected(request.sample_id, request.slot, reason)
         return Taught(request.sample_id, request.slot)
+
+    async def _captured(self, slot: SlotRef, token_ids: torch.Tensor) -> str | None:
+        """None once every shard of the slot is complete, else the reason why it is not.
+
+        The answer says that rank 0 is through; the others' copies may be a moment behind.
+        """
+        deadline = time.monotonic() + CAPTURE_SECONDS
+        while (reason := self.ring.check(slot, token_ids)) == "partial_capture":
+            if self.spec.device == "cpu" or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.001)
+        return reason
 
     async def _prefill(
         self, token_ids: tuple[int, ...], rid: str, **options: Any
@@ -218,69 +352,24 @@ class SGLangEngine:
         return slot, reason, rows, logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class DraftUpdate:
+    """How other weights came into the engine's draft."""
+
+    step: int
+    source: str
+    """"device" or "folder"."""
+    seconds: float
+    """From the pause of all requests to their going on."""
+
+
+def _require(result: tuple[bool, str]) -> None:
+    good, message = result
+    if not good:
+        raise EngineError(f"SGLang refused the draft's new weights: {message}")
+
+
 ProbeResult = tuple[SlotRef, str | None, int, list[float]]
-
-
-def engine_arguments(spec: EngineSpec, architecture: str) -> dict[str, Any]:
-    """SGLang's own arguments for an engine that captures and does not speculate."""
-    context_length = spec.context_length + CONTEXT_MARGIN_TOKENS
-    tokens = spec.kv_cache_tokens or spec.max_running_requests * context_length
-    arguments: dict[str, Any] = {
-        "model_path": spec.target_path,
-        "dtype": spec.dtype,
-        "device": spec.device,
-        "tp_size": spec.tp_size,
-        "context_length": context_length,
-        "chunked_prefill_size": spec.chunked_prefill_size,
-        "max_prefill_tokens": max(spec.chunked_prefill_size, context_length),
-        "max_running_requests": spec.max_running_requests,
-        "max_total_tokens": tokens,
-        "enable_mixed_chunk": spec.mixed_chunk,
-        # Only names the convention of the layer ids; SGLang resets it.
-        "speculative_algorithm": _convention(spec, architecture),
-        "enable_return_aux_hidden_states": True,
-        "return_aux_hidden_state_layer_ids": list(spec.layer_ids),
-        # A cached prefix would be missing from the capture.
-        "disable_radix_cache": True,
-        "skip_tokenizer_init": True,
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "sleep_on_idle": True,
-        "port": spec.port or _free_port(),
-        "log_level": "warning",
-        "custom_sigquit_handler": note_child_death,
-    }
-    if spec.device == "cpu":
-        arguments["attention_backend"] = "torch_native"
-        arguments["disable_overlap_schedule"] = True
-        # One process prefills thousands of tokens on a few cores: slow is not stuck.
-        arguments["watchdog_timeout"] = 3600
-    else:
-        arguments["disable_prefill_cuda_graph"] = True
-        if spec.attention_backend:
-            arguments["attention_backend"] = spec.attention_backend
-    return arguments
-
-
-def _convention(spec: EngineSpec, architecture: str) -> str:
-    return capture_convention(architecture) if spec.capture == "auto" else spec.capture
-
-
-def _environment(spec: EngineSpec, probe_path: str) -> dict[str, str]:
-    layout = spec.ring_layout
-    capture = CaptureConfig(
-        rings={MAIN_RING: spec.ring_path, PROBE_RING: probe_path},
-        num_context_features=layout.num_context_features,
-        hidden_size=layout.hidden_size,
-        dtype=layout.dtype,
-        device=spec.device,
-    )
-    environment = {ENVIRONMENT: capture.to_json(), "TOKENIZERS_PARALLELISM": "false"}
-    # The margin may exceed what the target was made for; no sample does.
-    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    if spec.device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(spec.num_threads or len(os.sched_getaffinity(0)))
-    return environment
 
 
 def _check_layers(spec: EngineSpec, architecture: str, num_layers: int) -> None:
@@ -297,9 +386,3 @@ def _finish(answer: dict[str, Any]) -> tuple[str, Any]:
     """SGLang's finish reason and what it says beside it (matched token or message)."""
     reason = answer["meta_info"].get("finish_reason") or {}
     return reason.get("type", "unknown"), reason.get("matched", reason.get("message"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

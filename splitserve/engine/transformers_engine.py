@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from splitserve.engine.base import EngineSpec, Result, ResultSink
-from splitserve.messages import Generate, Generated, Rejected, Sampling, SlotRef, Taught, Teach
+from splitserve.messages import (
+    Evaluate,
+    Generate,
+    Generated,
+    Rejected,
+    Sampling,
+    SlotRef,
+    Taught,
+    Teach,
+)
 from splitserve.target.info import read_target
 from splitserve.transport.ring import RingOwner, RingWriter
 
@@ -58,8 +67,9 @@ class TransformersEngine:
             "dtype": self.spec.dtype,
         }
 
-    def submit(self, request: Generate | Teach) -> None:
+    def submit(self, request: Generate | Teach | Evaluate) -> None:
         """Queue a request; its result goes to the sink."""
+        assert not isinstance(request, Evaluate), "only an engine that speculates evaluates"
         self._requests.put(request)
 
     def close(self) -> None:

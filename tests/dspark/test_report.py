@@ -101,3 +101,22 @@ def test_rows_hold_text_for_a_table() -> None:
         ["code", "2.40", "0.80", "0.75", "0.50", "12"],
         ["all", "2.17", "0.67", "0.75", "0.50", "13"],
     ]
+
+
+def test_a_server_s_counts_give_the_same_figures_where_no_round_was_cut() -> None:
+    rounds = [Round(0, 1), Round(2, 3), Round(3, 4), Round(0, 1)]
+    by_round, served = AcceptReport(3, {}), AcceptReport(3, {})
+    by_round.add("a", rounds)
+    served.add_served("a", [2, 0, 1, 1], 9)
+    assert served.to_dict() == by_round.to_dict()
+
+
+def test_a_server_s_cut_round_counts_the_tokens_that_stand() -> None:
+    report = AcceptReport(3, {})
+    report.add_served("a", [0, 0, 0, 2], 5)
+    assert report.accept_length == 2.5
+
+
+def test_a_server_with_another_block_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 accepted drafts"):
+        AcceptReport(2, {}).add_served("a", [0, 0, 0, 1], 4)

@@ -119,7 +119,7 @@ def test_config_prints_what_a_run_would_use(capsys: pytest.CaptureFixture[str]) 
         (["train", RECIPE, "train.steps"], "key=value"),
         (["train", RECIPE, "resume=true"], "run_dir"),
         (["train", RECIPE, "resume=true", "run_dir=nowhere"], "run_dir='nowhere'"),
-        (["config", RECIPE, "layout.device=cuda"], "layout.device='cuda'"),
+        (["config", RECIPE, "layout.device=tpu"], "layout.device='tpu'"),
         (["eval"], "run"),
         (["eval", "run=nowhere"], "run='nowhere'"),
         (["eval", "temprature=1"], "did you mean 'temperature'?"),
