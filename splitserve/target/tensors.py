@@ -77,8 +77,8 @@ class _Fields:
         return value
 
     def optional_size(self, name: str) -> int:
-        """0 where the field is null or not there."""
-        return 0 if self._config.get(name) is None else self.size(name)
+        """0 where the field is 0, null or not there."""
+        return self.size(name) if self._config.get(name) else 0
 
     def is_kda(self, layer: int) -> bool:
         """Whether a Bailing layer is of linear attention; a bad grouping of layers is refused."""
