@@ -15,10 +15,12 @@ from typing import Any
 class SlotRef:
     """A place in the ring, handed out once by the ring's owner."""
 
+    index: int
+    """Row of the ring's header table."""
     offset: int
-    """Bytes from the ring's start to the slot's header."""
+    """Bytes from the start of every shard's payload to the sample's part in it."""
     num_bytes: int
-    """Header, features and target states together."""
+    """Features and target states together, in each shard."""
     generation: int
     """Unique per allocation; the writer stamps it and the reader checks it."""
     num_tokens: int

@@ -276,8 +276,7 @@ def _generate(
     spec = EngineSpec(
         target_path=target.path,
         layer_ids=(0,),
-        ring_path=ring.path,
-        ring_layout=layout,
+        ring=ring.address,
         kind=options.engine,
         dtype=options.dtype,
         device=options.device,

@@ -10,6 +10,7 @@ from splitserve.engine.base import EngineSpec
 from splitserve.engine.draft_loader import LOADER
 from splitserve.engine.plugin import ENVIRONMENT, CaptureConfig
 from splitserve.target.info import capture_convention
+from splitserve.transport.layout import RingAddress
 
 # SGLang keeps a few tokens of the context back; a sample as long as ours must still fit.
 CONTEXT_MARGIN_TOKENS = 16
@@ -91,14 +92,10 @@ def convention(spec: EngineSpec, architecture: str) -> str:
     return capture_convention(architecture) if spec.capture == "auto" else spec.capture
 
 
-def environment(spec: EngineSpec, probe_path: str, control_path: str) -> dict[str, str]:
+def environment(spec: EngineSpec, probe: RingAddress, control_path: str) -> dict[str, str]:
     """What the plugin in SGLang's processes works with, and settings that have no argument."""
-    layout = spec.ring_layout
     capture = CaptureConfig(
-        rings={MAIN_RING: spec.ring_path, PROBE_RING: probe_path},
-        num_context_features=layout.num_context_features,
-        hidden_size=layout.hidden_size,
-        dtype=layout.dtype,
+        rings={MAIN_RING: spec.ring.to_json(), PROBE_RING: probe.to_json()},
         device=spec.device,
         control=control_path,
         exchange=spec.exchange.to_json() if spec.exchange else "",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from splitserve.errors import WorkerError
 from splitserve.eval.spec import EvaluatorSpec
 from splitserve.messages import Evaluate, Evaluated, Generate, Generated, Rejected, Taught, Teach
-from splitserve.transport.layout import RingLayout
+from splitserve.transport.layout import RingAddress
+from splitserve.transport.ring import RingOwner
 
 if TYPE_CHECKING:
     from splitserve.transport.weights import ExchangeAddress
@@ -29,8 +30,7 @@ class EngineSpec:
     """Hugging Face folder of the target."""
     layer_ids: tuple[int, ...]
     """Captured decoder layers, ascending; id i is the output of layer i."""
-    ring_path: str
-    ring_layout: RingLayout
+    ring: RingAddress
     kind: str = "sglang"
     """"sglang" or "transformers"."""
     dtype: str = "bfloat16"
@@ -94,11 +94,12 @@ class EngineSpec:
         )
         for name in ("context_length", "chunked_prefill_size", "max_running_requests", "tp_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        width = self.ring_layout.hidden_size * len(self.layer_ids)
+        layout = self.ring.layout
+        width = layout.hidden_size * len(self.layer_ids)
         _require(
-            self.ring_layout.num_context_features == width,
-            "ring_layout.num_context_features",
-            self.ring_layout.num_context_features,
+            layout.num_context_features == width,
+            "ring.layout.num_context_features",
+            layout.num_context_features,
             f"{width}, captured layers times hidden size",
         )
 
@@ -106,6 +107,12 @@ class EngineSpec:
 def _require(good: bool, field: str, value: object, allowed: str) -> None:
     if not good:
         raise ValueError(f"{field}={value!r}; allowed: {allowed}; correct the setting")
+
+
+def make_probe_ring(spec: EngineSpec) -> RingOwner:
+    """A small private ring on the host, as wide as the run's, for the self-check's samples."""
+    layout = replace(spec.ring.layout, num_shards=1)
+    return RingOwner.create(4 * layout.slot_bytes(spec.context_length), layout)
 
 
 class TargetEngine(Protocol):

@@ -8,10 +8,11 @@ what SGLang computes stays as it is.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from splitserve.messages import SlotRef
@@ -28,10 +29,7 @@ class CaptureConfig:
     """What the plugin has to know; travels as JSON in the environment."""
 
     rings: dict[str, str]
-    """Ring paths by the name that a request's id carries."""
-    num_context_features: int
-    hidden_size: int
-    dtype: str
+    """Ring addresses, as JSON, by the name that a request's id carries."""
     device: str
     control: str = ""
     """Path of the engine's control block."""
@@ -55,16 +53,15 @@ class CaptureConfig:
 
 def teach_rid(ring: str, slot: SlotRef, name: str) -> str:
     """The id of a request whose states are to go into a slot; unique, as generations are."""
-    numbers = (slot.offset, slot.num_bytes, slot.generation, slot.num_tokens)
-    return ":".join([RID_PREFIX, ring, *map(str, numbers), name])
+    return ":".join([RID_PREFIX, ring, *map(str, astuple(slot)), name])
 
 
 def parse_rid(rid: object) -> tuple[str, SlotRef] | None:
     """The ring's name and the slot of such an id; None for any other request."""
     if not isinstance(rid, str) or not rid.startswith(RID_PREFIX + ":"):
         return None
-    _, ring, offset, num_bytes, generation, num_tokens, _ = rid.split(":", 6)
-    return ring, SlotRef(int(offset), int(num_bytes), int(generation), int(num_tokens))
+    _, ring, *numbers, _ = rid.split(":", 7)
+    return ring, SlotRef(*map(int, numbers))
 
 
 class Capture:
@@ -79,8 +76,8 @@ class Capture:
     ) -> None:
         """Copy the rows of marked requests; never raises into SGLang.
 
-        The outputs are views of memory that the next forward pass reuses, so the copy is
-        finished before this returns.
+        The outputs are views of memory that the next forward pass reuses; on a GPU the copies
+        come before that pass in the current stream, on a CPU they are done before this returns.
         """
         if runner.is_draft_worker or forward_batch.rids is None:
             return
@@ -93,9 +90,6 @@ class Capture:
             if (parsed := parse_rid(rid)) is not None
         ]
         if not marked:
-            return
-        if tensor_parallel_rank() != 0:
-            # Under plain tensor parallelism every rank holds the same full-width values.
             return
         try:
             self._copy(output.logits_output, forward_batch, marked)
@@ -118,32 +112,39 @@ class Capture:
             # Padding may follow, but rows must never be missing.
             if rows.shape[0] < num_rows:
                 raise RuntimeError(f"{num_rows} rows in the batch, {rows.shape[0]} {name}")
-        for index, ring, slot in marked:
-            start, prefix, length = sum(lengths[:index]), prefixes[index], lengths[index]
-            rows = slice(start, start + length)
-            first, last = positions[start].item(), positions[start + length - 1].item()
-            if (first, last) != (prefix, prefix + length - 1):
-                raise RuntimeError(
-                    f"row {start} has position {first}, its request's prefix is {prefix}"
-                )
-            self._writer(ring).write_rows(
-                slot, prefix, features[rows], states[rows], input_ids[rows]
-            )
+        from splitserve.transport.ring import BatchRows
+
+        first_rows = list(itertools.accumulate(lengths, initial=0))
+        arrays = [rows[:num_rows] for rows in (features, states, input_ids, positions)]
+        for ring in {ring for _index, ring, _slot in marked}:
+            if (writer := self._writer(ring)) is not None:
+                batch = [
+                    BatchRows(slot, prefixes[index], first_rows[index], lengths[index])
+                    for index, name, slot in marked
+                    if name == ring
+                ]
+                for slot in writer.write_batch(batch, *arrays):
+                    logger.warning("slot %s is another sample's by now", slot)
 
     def _fail(self, ring: str, slot: SlotRef, error: Exception) -> None:
         try:
-            self._writer(ring).fail(slot, error)
+            if (writer := self._writer(ring)) is not None:
+                writer.fail(slot, error)
         except Exception:
             # The slot is another sample's by now, or the ring is gone: nothing left to spoil.
             logger.exception("slot %s could not be marked as spoilt", slot)
 
-    def _writer(self, ring: str) -> Any:
-        if ring not in self._writers:
-            from splitserve.transport.ring import RingLayout, RingWriter
+    def _writer(self, ring: str) -> Any | None:
+        """This rank's writer; None where the ring has no shard for it.
 
-            config = self._config
-            layout = RingLayout(config.num_context_features, config.hidden_size, config.dtype)
-            self._writers[ring] = RingWriter.attach(config.rings[ring], layout)
+        Under plain tensor parallelism every rank holds the same full-width values.
+        """
+        if ring not in self._writers:
+            from splitserve.transport.ring import RingAddress, RingWriter
+
+            address, rank = RingAddress.from_json(self._config.rings[ring]), tensor_parallel_rank()
+            has_shard = rank < address.layout.num_shards
+            self._writers[ring] = RingWriter.attach(address, rank) if has_shard else None
         return self._writers[ring]
 
 

@@ -49,7 +49,7 @@ def check_capture(
     token_ids = _probe_tokens(spec, engine.target.vocab_size)
     num_logprobs = min(NUM_LOGPROBS, len(token_ids) - 1)
     slot, reason, rows, reported = engine.probe(token_ids, num_logprobs)
-    reader = RingReader.attach(engine.probe_ring.path, spec.ring_layout)
+    reader = RingReader.attach(engine.probe_ring.address)
     try:
         _check_rows(reason, rows, len(token_ids))
         if len(reported) != num_logprobs:

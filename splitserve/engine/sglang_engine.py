@@ -27,7 +27,7 @@ from splitserve.engine.arguments import (
     engine_arguments,
     environment,
 )
-from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink
+from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink, make_probe_ring
 from splitserve.engine.control import ControlBlock
 from splitserve.engine.cpu_sampling import generate_rid
 from splitserve.engine.draft_loader import LOADER, draft_tag
@@ -47,7 +47,7 @@ from splitserve.messages import (
     Teach,
 )
 from splitserve.target.info import capturable_layers, read_target
-from splitserve.transport.ring import RingOwner, RingReader, RingWriter, SampleStates
+from splitserve.transport.ring import RingReader, SampleStates
 
 CAPTURE_SECONDS = 10.0
 
@@ -83,12 +83,10 @@ class SGLangEngine:
         self.target = read_target(spec.target_path, need_tokenizer=False)
         _check_layers(spec, self.target.architecture, self.target.num_layers)
         self.eos_token_ids = spec.eos_token_ids or self.target.eos_token_ids
-        self.ring = RingWriter.attach(spec.ring_path, spec.ring_layout)
+        self.ring = RingReader.attach(spec.ring)
         # The self-check's samples have a ring of their own: the other one is not ours to allocate.
-        probe_bytes = 4 * spec.ring_layout.slot_bytes(spec.context_length)
-        self.probe_ring = RingOwner.create(probe_bytes, spec.ring_layout)
-        self._probe_writer = RingWriter.attach(self.probe_ring.path, spec.ring_layout)
-        self._probe_reader = RingReader.attach(self.probe_ring.path, spec.ring_layout)
+        self.probe_ring = make_probe_ring(spec)
+        self._probe_reader = RingReader.attach(self.probe_ring.address)
         self.control = ControlBlock.create()
         started = time.monotonic()
         self._engine = self._start()
@@ -100,7 +98,7 @@ class SGLangEngine:
 
     def _start(self) -> Any:
         spec = self.spec
-        for name, value in environment(spec, self.probe_ring.path, self.control.path).items():
+        for name, value in environment(spec, self.probe_ring.address, self.control.path).items():
             os.environ[name] = value
         try:
             from sglang import Engine
@@ -154,7 +152,6 @@ class SGLangEngine:
         # Not SGLang's own end, which kills the resource tracker too.
         kill_descendants()
         self._probe_reader.close()
-        self._probe_writer.close()
         self.probe_ring.close()
         self.ring.close()
         self.control.close()
@@ -266,7 +263,7 @@ class SGLangEngine:
         assert slot is not None, "nothing else is in the private ring by now"
         number = next(self._proposals)
         await self._prefill(tuple(token_ids), teach_rid(PROBE_RING, slot, f"probe{number}"))
-        reason = self._probe_writer.check(slot, torch.tensor(list(token_ids)))
+        reason = self._probe_reader.check(slot, torch.tensor(list(token_ids)))
         sampling = Sampling(temperature=0.0, max_new_tokens=num_tokens)
         await self.decode(token_ids, sampling, proposal_rid(number))
         tokens = self.control.proposal(number)
@@ -345,8 +342,8 @@ class SGLangEngine:
             return_logprob=True,
             logprob_start_len=len(token_ids) - num_logprobs - 1,
         )
-        reason = self._probe_writer.check(slot, torch.tensor(token_ids))
-        rows = self._probe_writer.rows_written(slot)
+        reason = self._probe_reader.check(slot, torch.tensor(token_ids))
+        rows = self._probe_reader.rows_written(slot)
         entries = answer["meta_info"].get("input_token_logprobs") or []
         logprobs = [float(entry[0]) for entry in entries[-num_logprobs:] if entry[0] is not None]
         return slot, reason, rows, logprobs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.base import EngineSpec, Result, ResultSink
+from splitserve.engine.base import EngineSpec, Result, ResultSink, make_probe_ring
 from splitserve.messages import (
     Evaluate,
     Generate,
@@ -20,7 +20,7 @@ from splitserve.messages import (
     Teach,
 )
 from splitserve.target.info import read_target
-from splitserve.transport.ring import RingOwner, RingWriter
+from splitserve.transport.ring import RingWriter
 
 
 class TransformersEngine:
@@ -42,10 +42,9 @@ class TransformersEngine:
                 f"{self.target.num_layers - 2}; remove the last layer"
             )
         self.eos_token_ids = frozenset(spec.eos_token_ids or self.target.eos_token_ids)
-        self.ring = RingWriter.attach(spec.ring_path, spec.ring_layout)
-        probe_bytes = 4 * spec.ring_layout.slot_bytes(spec.context_length)
-        self.probe_ring = RingOwner.create(probe_bytes, spec.ring_layout)
-        self._probe_writer = RingWriter.attach(self.probe_ring.path, spec.ring_layout)
+        self.ring = RingWriter.attach(spec.ring)
+        self.probe_ring = make_probe_ring(spec)
+        self._probe_writer = RingWriter.attach(self.probe_ring.address)
         self._model = AutoModelForCausalLM.from_pretrained(
             spec.target_path, dtype=getattr(torch, spec.dtype), local_files_only=True
         )

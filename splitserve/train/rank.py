@@ -88,7 +88,7 @@ class TrainerRank:
         model = DraftWithLoss(draft, target.embedding, target.lm_head, spec.objective)
         channel.state = "initialising DeepSpeed"
         self._engine, self._optimizer = initialise_engine(model, spec.train, spec.world_size)
-        self._ring = RingReader.attach(spec.ring_path, spec.ring_layout)
+        self._ring = RingReader.attach(spec.ring)
         self._meta = {"zero_stage": spec.train.zero_stage, "draft": spec.draft.to_hf()}
         self._step = 0
         if spec.resume_from:

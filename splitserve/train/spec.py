@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dspark.config import DraftConfig
 from dspark.objective import ObjectiveConfig
 from splitserve.settings import TrainSettings
-from splitserve.transport.layout import RingLayout
+from splitserve.transport.layout import RingAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class TrainerSpec:
     seed: int
     eval_every: int
     """Steps between two snapshots for the evaluator; 0 only at start and end."""
-    ring_path: str
-    ring_layout: RingLayout
+    ring: RingAddress
     checkpoints: str
     """Folder of checkpoints, one folder each."""
     snapshots: str

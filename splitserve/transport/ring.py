@@ -1,37 +1,42 @@
-"""The ring: anonymous shared memory in which samples wait between the target and the trainer.
+"""The ring: memory in which samples wait between the target and the trainer.
 
-The memory comes from `memfd_create`, so it has no name: when its last holder dies, however it
-dies, nothing is left behind. Other processes of the same user open it as `/proc/<pid>/fd/<n>`.
-One process owns the ring and alone allocates; the target engine writes rows, trainer ranks read.
+A table of headers lies in anonymous shared memory of the host. The states lie behind it, or, for a
+ring on GPUs, in one allocation beside each of the target's tensor-parallel ranks. One process owns
+the ring and alone allocates; the target engine writes rows, trainer ranks read. The owner outlives
+both, so nothing is lost with one of them.
 
-Shapes: T tokens of a sample, n rows of one prefill chunk, K captured layers, H hidden size.
+Shapes: T tokens of a sample, K captured layers, H hidden size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import zlib
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from splitserve.messages import SlotRef
+from splitserve.transport.attached import (
+    Attached,
+    RingMemory,
+    RowWidthError,
+    SampleStates,
+    StaleSlotError,
+)
 from splitserve.transport.layout import (
     ALIGNMENT_BYTES,
-    FLAG_FAILED,
-    FLAG_GAP,
-    FLAG_WIDTH,
-    HEADER_BYTES,
-    MAGIC,
+    RingAddress,
     RingLayout,
-    SlotHeader,
+    pack_owner,
+    token_checksum,
 )
+from splitserve.transport.memory import DeviceMemory, DeviceMemoryError, HostMemory
+from splitserve.transport.writer import BatchRows, RingWriter
 
 __all__ = [
-    "HEADER_BYTES",
+    "BatchRows",
+    "DeviceMemoryError",
+    "RingAddress",
     "RingLayout",
     "RingOwner",
     "RingReader",
@@ -43,99 +48,34 @@ __all__ = [
 ]
 
 
-class StaleSlotError(RuntimeError):
-    """The place in the ring has been given to another sample since."""
-
-
-class RowWidthError(ValueError):
-    """Rows of another width than the ring's: wrong number of layers, or another target."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleStates:
-    """A sample's states, as views of the ring: valid only until its slot is freed."""
-
-    features: torch.Tensor
-    """[T, K*H]"""
-    target_states: torch.Tensor
-    """[T, H], after the final norm."""
-
-
-def token_checksum(token_ids: torch.Tensor, start: int = 0) -> int:
-    """CRC-32 of int64 token ids [n]; `start` is the checksum of what came before them."""
-    return zlib.crc32(token_ids.to("cpu", torch.int64).contiguous().numpy().tobytes(), start)
-
-
-class _Mapping:
-    """A shared mapping of the whole ring."""
-
-    def __init__(self, descriptor: int, layout: RingLayout) -> None:
-        self.layout = layout
-        self.capacity_bytes = os.fstat(descriptor).st_size
-        self._map = mmap.mmap(descriptor, self.capacity_bytes)
-
-    def header(self, slot: SlotRef) -> SlotHeader:
-        """The slot's header; raises StaleSlotError if it is not this allocation's."""
-        if slot.offset + slot.num_bytes > self.capacity_bytes:
-            raise StaleSlotError(f"slot {slot} lies outside a ring of {self.capacity_bytes} bytes")
-        header = SlotHeader.unpack_from(self._map, slot.offset)
-        if header.magic != MAGIC or header.generation != slot.generation:
-            raise StaleSlotError(
-                f"slot at byte {slot.offset} holds generation {header.generation}, "
-                f"asked for {slot.generation}"
-            )
-        if header.num_tokens != slot.num_tokens:
-            raise StaleSlotError(
-                f"slot at byte {slot.offset} is for {header.num_tokens} tokens, "
-                f"asked for {slot.num_tokens}"
-            )
-        return header
-
-    def put_header(self, slot: SlotRef, header: SlotHeader) -> None:
-        header.pack_into(self._map, slot.offset)
-
-    def views(self, slot: SlotRef) -> SampleStates:
-        """Tensors [T, K*H] and [T, H] over the slot's memory."""
-        layout, num_tokens = self.layout, slot.num_tokens
-        features_start = slot.offset + HEADER_BYTES
-        states_start = features_start + layout.features_bytes(num_tokens)
-        return SampleStates(
-            features=self._tensor(features_start, num_tokens, layout.num_context_features),
-            target_states=self._tensor(states_start, num_tokens, layout.hidden_size),
-        )
-
-    def _tensor(self, start: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        flat = torch.frombuffer(
-            self._map,
-            dtype=self.layout.torch_dtype,
-            count=num_rows * num_columns,
-            offset=start,
-        )
-        return flat.view(num_rows, num_columns)
-
-    def close(self) -> None:
-        # While a tensor looks into the mapping it cannot be closed; it goes with that tensor.
-        with contextlib.suppress(BufferError):
-            self._map.close()
-
-
 class RingOwner:
     """Creates the ring and hands out its space, first fit, neighbours merged when freed."""
 
-    def __init__(self, descriptor: int, layout: RingLayout) -> None:
-        self._descriptor = descriptor
-        self._mapping = _Mapping(descriptor, layout)
-        self.layout = layout
-        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._holes: list[tuple[int, int]] = [(0, self._mapping.capacity_bytes)]
+    def __init__(
+        self, address: RingAddress, host: HostMemory, segments: list[DeviceMemory]
+    ) -> None:
+        self.address, self.layout = address, address.layout
+        self._memory = RingMemory(address, host, segments)
+        self._segments = segments
+        self._holes: list[tuple[int, int]] = [(0, address.capacity_bytes)]
+        self._indices = list(range(self._memory.num_slots - 1, -1, -1))
         self._slots: dict[int, SlotRef] = {}
         self._next_generation = 1
 
     @classmethod
-    def create(cls, capacity_bytes: int, layout: RingLayout) -> RingOwner:
-        """Make a ring of `capacity_bytes`; pages take memory only once they are written.
+    def create(cls, capacity_bytes: int, layout: RingLayout, gpus: Sequence[str] = ()) -> RingOwner:
+        """Make a ring with `capacity_bytes` of payload in each shard.
 
-        Raises ValueError if not even a sample of one token fits.
+        Args:
+            capacity_bytes: on the host, pages take memory only once they are written; on GPUs
+                all of it is taken at once.
+            layout: widths, type and number of shards.
+            gpus: id of each shard's GPU, as in this process's CUDA_VISIBLE_DEVICES; none keeps
+                the ring on the host.
+
+        Raises:
+            ValueError: not even a sample of one token fits, or there is not one GPU per shard.
+            DeviceMemoryError: the GPU memory is not to be had.
         """
         capacity_bytes -= capacity_bytes % ALIGNMENT_BYTES
         if capacity_bytes < layout.slot_bytes(1):
@@ -143,29 +83,47 @@ class RingOwner:
                 f"layout.ring_bytes is {capacity_bytes}; one token alone needs "
                 f"{layout.slot_bytes(1)} bytes; allowed: room for several whole samples"
             )
-        descriptor = os.memfd_create("splitserve-ring", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, capacity_bytes)
-        return cls(descriptor, layout)
+        if gpus and len(gpus) != layout.num_shards:
+            raise ValueError(
+                f"a ring of {layout.num_shards} shards on the GPUs {', '.join(gpus)}; allowed: "
+                "one GPU for each tensor-parallel rank of the target; correct the layout"
+            )
+        segments: list[DeviceMemory] = []
+        try:
+            for gpu in gpus:
+                segments.append(DeviceMemory.allocate(gpu, capacity_bytes))
+            num_bytes = layout.table_bytes(capacity_bytes)
+            num_bytes += 0 if gpus else layout.num_shards * capacity_bytes
+            host = HostMemory.create("splitserve-ring", num_bytes)
+        except BaseException:
+            for segment in segments:
+                segment.free()
+            raise
+        address = RingAddress(
+            host.path, layout, capacity_bytes, tuple(segment.segment for segment in segments)
+        )
+        return cls(address, host, segments)
 
     @property
     def capacity_bytes(self) -> int:
-        """Size of the ring."""
-        return self._mapping.capacity_bytes
+        """Payload bytes of each shard."""
+        return self.address.capacity_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not handed out; possibly in several holes."""
+        """Bytes of each shard that are not handed out; possibly in several holes."""
         return sum(size for _, size in self._holes)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out."""
+        """Bytes of each shard that are handed out."""
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, num_tokens: int) -> SlotRef | None:
-        """A slot for a sample of that many tokens, or None while no hole is large enough.
+        """A slot for a sample of that many tokens.
 
-        Raises ValueError for a sample that could not fit an empty ring either.
+        None while no hole is large enough or the header table is full. Raises ValueError for a
+        sample that could not fit an empty ring either.
         """
         if num_tokens < 1:
             raise ValueError(f"a slot is for 1 token or more, asked for {num_tokens}")
@@ -175,178 +133,108 @@ class RingOwner:
                 f"layout.ring_bytes is {self.capacity_bytes}; a sample of {num_tokens} tokens "
                 f"needs {num_bytes}; raise layout.ring_bytes or lower data.max_tokens"
             )
-        for index, (offset, size) in enumerate(self._holes):
+        if not self._indices:
+            return None
+        for number, (offset, size) in enumerate(self._holes):
             if size < num_bytes:
                 continue
             if size == num_bytes:
-                del self._holes[index]
+                del self._holes[number]
             else:
-                self._holes[index] = (offset + num_bytes, size - num_bytes)
-            slot = SlotRef(offset, num_bytes, self._next_generation, num_tokens)
+                self._holes[number] = (offset + num_bytes, size - num_bytes)
+            index = self._indices.pop()
+            slot = SlotRef(index, offset, num_bytes, self._next_generation, num_tokens)
             self._next_generation += 1
-            self._slots[offset] = slot
-            self._mapping.put_header(slot, SlotHeader(MAGIC, slot.generation, num_tokens))
+            self._slots[index] = slot
+            self._stamp(slot, slot.generation)
             return slot
         return None
 
     def free(self, slot: SlotRef) -> None:
         """Take a slot back. Raises ValueError if it is not handed out (anymore)."""
-        if self._slots.get(slot.offset) != slot:
+        if self._slots.get(slot.index) != slot:
             raise ValueError(
                 f"slot {slot} is not handed out: freed twice, or not a slot of this ring"
             )
-        del self._slots[slot.offset]
+        del self._slots[slot.index]
+        self._indices.append(slot.index)
         # Whoever still holds this reference must not take later content for its own.
-        self._mapping.put_header(slot, SlotHeader(0, 0, 0))
-        index = bisect_left(self._holes, (slot.offset, 0))
+        self._stamp(slot, 0)
+        number = bisect_left(self._holes, (slot.offset, 0))
         start, end = slot.offset, slot.offset + slot.num_bytes
-        if index < len(self._holes) and self._holes[index][0] == end:
-            end += self._holes.pop(index)[1]
-        if index > 0 and sum(self._holes[index - 1]) == start:
-            index -= 1
-            start = self._holes.pop(index)[0]
-        self._holes.insert(index, (start, end - start))
+        if number < len(self._holes) and self._holes[number][0] == end:
+            end += self._holes.pop(number)[1]
+        if number > 0 and sum(self._holes[number - 1]) == start:
+            number -= 1
+            start = self._holes.pop(number)[0]
+        self._holes.insert(number, (start, end - start))
 
     def close(self) -> None:
-        """Let go of the memory; it is gone when every other process has, too."""
-        if self._descriptor >= 0:
-            self._mapping.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Let go of the memory. Idempotent.
+
+        Memory of the host is gone when every other process has let go, too. That of GPUs is gone
+        at once: no process may work on the ring anymore.
+        """
+        self._memory.close()
+        for segment in self._segments:
+            segment.free()
+
+    def _stamp(self, slot: SlotRef, generation: int) -> None:
+        for shard in range(self.layout.num_shards):
+            offset = self._memory.header_offset(slot, shard)
+            num_tokens = slot.num_tokens if generation else 0
+            pack_owner(self._memory.host.buffer, offset, generation, num_tokens)
 
 
-class _Attached:
-    """A process that works on a ring owned by another."""
+class RingReader(Attached):
+    """Reads complete slots, without a copy where the memory is at hand."""
 
-    def __init__(self, mapping: _Mapping) -> None:
-        self._mapping = mapping
-        self.layout = mapping.layout
-
-    @staticmethod
-    def _map(path: str, layout: RingLayout) -> _Mapping:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return _Mapping(descriptor, layout)
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        """Let go of the mapping; tensors made from it stay valid."""
-        self._mapping.close()
-
-
-class RingWriter(_Attached):
-    """Fills slots row by row, as prefill chunks arrive."""
+    def __init__(self, address: RingAddress, device: torch.device) -> None:
+        super().__init__(address)
+        self.device = device
 
     @classmethod
-    def attach(cls, path: str, layout: RingLayout) -> RingWriter:
-        """Map the ring at `RingOwner.path`; OSError if its owner is gone."""
-        return cls(cls._map(path, layout))
+    def attach(cls, address: RingAddress, device: str | torch.device = "cpu") -> RingReader:
+        """Map the ring at `RingOwner.address`, to read on that device.
 
-    def begin(self, slot: SlotRef) -> None:
-        """Forget what the slot has received so far. Raises StaleSlotError."""
-        self._mapping.header(slot)
-        self._mapping.put_header(slot, SlotHeader(MAGIC, slot.generation, slot.num_tokens))
-
-    def write_rows(
-        self,
-        slot: SlotRef,
-        start_row: int,
-        features: torch.Tensor,
-        states: torch.Tensor,
-        token_ids: torch.Tensor | None = None,
-    ) -> None:
-        """Copy rows `start_row`.. of features [n, K*H], states [n, H] (and token ids [n]).
-
-        Rows come in order; `start_row` 0 starts over, as after a retraction. Anything else than
-        the next row marks the slot as partial until then. Raises StaleSlotError, and ValueError
-        for rows that do not belong into the slot.
+        "cuda" without a number is the current GPU. Raises OSError if the ring's owner is gone.
         """
-        layout = self.layout
-        num_rows = features.shape[0]
-        if features.shape != (num_rows, layout.num_context_features) or states.shape != (
-            num_rows,
-            layout.hidden_size,
-        ):
-            raise RowWidthError(
-                f"captured features {tuple(features.shape)} and states {tuple(states.shape)} do "
-                f"not fit the ring's widths {layout.num_context_features} and "
-                f"{layout.hidden_size}: wrong layer count or wrong target"
-            )
-        if start_row < 0 or start_row + num_rows > slot.num_tokens:
-            raise ValueError(
-                f"rows {start_row}..{start_row + num_rows} lie outside a slot of "
-                f"{slot.num_tokens} tokens"
-            )
-        if start_row == 0:
-            self.begin(slot)
-        header = self._mapping.header(slot)
-        if start_row != header.rows_written:
-            header.flags |= FLAG_GAP
-        views = self._mapping.views(slot)
-        features_in = views.features[start_row : start_row + num_rows].copy_(features)
-        states_in = views.target_states[start_row : start_row + num_rows].copy_(states)
-        # A sum is finite only if every term is, and needs no mask of the block's size; in float32
-        # the finite values of a bfloat16 row cannot overflow unless they are garbage anyway.
-        finite = (features_in.sum(1, dtype=torch.float32).isfinite()) & (
-            states_in.sum(1, dtype=torch.float32).isfinite()
-        )
-        header.nonfinite_rows += num_rows - int(finite.sum())
-        header.rows_written = start_row + num_rows
-        if token_ids is not None:
-            header.token_crc = token_checksum(token_ids, header.token_crc)
-        self._mapping.put_header(slot, header)
-
-    def fail(self, slot: SlotRef, error: Exception) -> None:
-        """Mark the slot as spoilt by an error of its writer."""
-        header = self._mapping.header(slot)
-        header.flags |= FLAG_WIDTH if isinstance(error, RowWidthError) else FLAG_FAILED
-        self._mapping.put_header(slot, header)
-
-    def rows_written(self, slot: SlotRef) -> int:
-        """Rows that have arrived in order. Raises StaleSlotError."""
-        return self._mapping.header(slot).rows_written
-
-    def check(self, slot: SlotRef, token_ids: torch.Tensor | None = None) -> str | None:
-        """None for a complete, finite slot, else the reason why it is not.
-
-        With token ids [T], the rows must also be those of these tokens.
-        """
-        try:
-            header = self._mapping.header(slot)
-        except StaleSlotError:
-            return "stale_slot"
-        if header.flags & FLAG_WIDTH:
-            return "engine_error: captured rows have another width: wrong layers or another target"
-        if header.flags & FLAG_FAILED:
-            return "engine_error: the capture hook failed; its traceback is in the engine's log"
-        if header.flags & FLAG_GAP or header.rows_written != slot.num_tokens:
-            return "partial_capture"
-        if token_ids is not None and token_checksum(token_ids) != header.token_crc:
-            return "engine_error: captured rows belong to other tokens"
-        if header.nonfinite_rows:
-            return "nonfinite"
-        return None
-
-
-class RingReader(_Attached):
-    """Reads complete slots without a copy."""
-
-    @classmethod
-    def attach(cls, path: str, layout: RingLayout) -> RingReader:
-        """Map the ring at `RingOwner.path`; OSError if its owner is gone."""
-        return cls(cls._map(path, layout))
+        wanted = torch.device(device)
+        if wanted.type == "cuda" and wanted.index is None:
+            wanted = torch.device("cuda", torch.cuda.current_device())
+        return cls(address, wanted)
 
     def read(self, slot: SlotRef) -> SampleStates:
-        """Views of the slot's rows, features [T, K*H] and target states [T, H].
+        """The sample's rows on the reader's device, features [T, K*H] and target states [T, H].
 
-        Raises StaleSlotError if the slot is another sample's by now, and ValueError if it is
-        incomplete or marked as spoilt.
+        Views of the ring where all rows lie together on that device, else copies on its current
+        stream; `SampleStates` says how long each lasts. Raises StaleSlotError if the slot is
+        another sample's by now, and ValueError if it is incomplete or marked as spoilt.
         """
-        header = self._mapping.header(slot)
-        if header.rows_written != slot.num_tokens or header.flags:
-            raise ValueError(
-                f"slot {slot} has {header.rows_written} of {slot.num_tokens} rows, flags "
-                f"{header.flags}: only a slot reported as taught may be read"
-            )
-        return self._mapping.views(slot)
+        for header in self._memory.headers(slot):
+            if header.rows_written != slot.num_tokens or header.flags:
+                raise ValueError(
+                    f"slot {slot} has {header.rows_written} of {slot.num_tokens} rows, flags "
+                    f"{header.flags}: only a slot reported as taught may be read"
+                )
+        layout = self.layout
+        places = {
+            shard: rows
+            for shard in range(layout.num_shards)
+            if (rows := layout.shard_rows(slot.num_tokens, shard))[0] < rows[1]
+        }
+        parts = {shard: self._memory.views(slot, shard) for shard in places}
+        if len(parts) == 1 and parts[0].features.device == self.device:
+            return parts[0]
+        widths = layout.num_context_features, layout.hidden_size
+        features, states = (
+            torch.empty(slot.num_tokens, width, dtype=layout.torch_dtype, device=self.device)
+            for width in widths
+        )
+        # Between the host and a GPU the memory is not pinned, and the caller reads at once.
+        asynchronous = self._memory.on_device and self.device.type == "cuda"
+        for shard, (first, last) in places.items():
+            part = parts[shard]
+            features[first:last].copy_(part.features, non_blocking=asynchronous)
+            states[first:last].copy_(part.target_states, non_blocking=asynchronous)
+        return SampleStates(features, states)

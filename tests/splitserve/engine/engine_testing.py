@@ -16,8 +16,7 @@ def make_spec(target: str, ring: RingOwner, **changes: object) -> EngineSpec:
     fields: dict[str, object] = {
         "target_path": target,
         "layer_ids": LAYER_IDS,
-        "ring_path": ring.path,
-        "ring_layout": ring.layout,
+        "ring": ring.address,
         "dtype": "float32",
         "context_length": 96,
         "chunked_prefill_size": 16,

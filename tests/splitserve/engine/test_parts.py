@@ -21,7 +21,7 @@ from splitserve.engine import (
 )
 from splitserve.engine.base import EngineError, EngineSpec
 from splitserve.messages import SlotRef
-from splitserve.transport.ring import RingLayout, RingOwner, RingReader, RingWriter
+from splitserve.transport.ring import RingAddress, RingLayout, RingOwner, RingReader
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -236,7 +236,7 @@ def test_seeded_numbers_depend_on_seed_and_position_only() -> None:
 
 
 def test_a_request_id_names_its_slot() -> None:
-    slot = SlotRef(64, 1024, 17, 9)
+    slot = SlotRef(3, 64, 1024, 17, 9)
     rid = plugin.teach_rid("main", slot, "user:3/0")
     assert plugin.parse_rid(rid) == ("main", slot)
     for foreign in ("abc", "splitserve-generate:1:a", None, "HEALTH_CHECK_0"):
@@ -261,14 +261,14 @@ class _Batch:
         self.extend_seq_lens_cpu = [3, 2, 5, 1]
         self.positions = torch.tensor([4, 5, 6, 0, 1, 0, 1, 2, 3, 4, 11])
         self.input_ids = torch.arange(100, 111)
-        self.forward_mode = SimpleNamespace(is_extend=lambda: True)
+        self.forward_mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
 
 
 @pytest.fixture
 def hook(monkeypatch):
     owner = RingOwner.create(1 << 14, LAYOUT)
-    config = plugin.CaptureConfig({"main": owner.path}, 6, 3, "float32", "cpu")
-    monkeypatch.setattr(plugin, "_tensor_parallel_rank", lambda: 0)
+    config = plugin.CaptureConfig({"main": owner.address.to_json()}, "cpu")
+    monkeypatch.setattr(plugin, "tensor_parallel_rank", lambda: 0)
     capture = plugin.Capture(plugin.CaptureConfig.from_json(config.to_json()))
     runner = SimpleNamespace(is_draft_worker=False)
     features, states = torch.randn(11, 6), torch.randn(11, 3)
@@ -278,21 +278,22 @@ def hook(monkeypatch):
         output = SimpleNamespace(logits_output=SimpleNamespace(**fields))
         capture.after_forward(output, runner, batch)
 
-    yield owner, call, features, states
+    yield owner, call, features, states, capture
     owner.close()
 
 
 def test_the_hook_takes_the_rows_of_marked_requests_only(hook) -> None:
-    owner, call, features, states = hook
+    owner, call, features, states, capture = hook
     first, second = owner.allocate(7), owner.allocate(5)
-    writer = RingWriter.attach(owner.path, LAYOUT)
+    # The one that the hook goes on with: a sample's chunks go through the same writer.
+    writer = capture._writer("main")
     early = torch.randn(4, 6), torch.randn(4, 3), torch.arange(96, 100)
     writer.write_rows(first, 0, *early)
     rids = [plugin.teach_rid("main", s, "x") for s in (first, second)]
     call(_Batch([rids[0], "foreign", rids[1], "decoding"]))
     assert writer.check(first, torch.arange(96, 103)) is None
     assert writer.check(second, torch.arange(105, 110)) is None
-    reader = RingReader.attach(owner.path, LAYOUT)
+    reader = RingReader.attach(owner.address)
     assert torch.equal(reader.read(first).features, torch.cat([early[0], features[:3]]))
     assert torch.equal(reader.read(second).features, features[5:10])
     assert torch.equal(reader.read(second).target_states, states[5:10])
@@ -307,19 +308,19 @@ def test_the_hook_takes_the_rows_of_marked_requests_only(hook) -> None:
     ],
 )
 def test_an_error_in_the_hook_spoils_the_slot_and_nothing_else(hook, changes, reason) -> None:
-    owner, call, _, _ = hook
+    owner, call, *_ = hook
     slot = owner.allocate(5)
     call(_Batch(["a", "b", plugin.teach_rid("main", slot, "x"), "c"]), **changes)
-    assert reason in RingWriter.attach(owner.path, LAYOUT).check(slot)
+    assert reason in RingReader.attach(owner.address).check(slot)
 
 
 def test_rows_out_of_step_with_their_positions_are_refused(hook) -> None:
-    owner, call, _, _ = hook
+    owner, call, *_ = hook
     slot = owner.allocate(5)
     batch = _Batch(["a", "b", plugin.teach_rid("main", slot, "x"), "c"])
     batch.positions = batch.positions.roll(1)
     call(batch)
-    assert "hook failed" in RingWriter.attach(owner.path, LAYOUT).check(slot)
+    assert "other positions" in RingReader.attach(owner.address).check(slot)
 
 
 def test_a_plugin_that_sglang_would_not_load_is_reported(monkeypatch) -> None:
@@ -343,8 +344,7 @@ def test_specs_that_cannot_work_are_refused(changes: dict) -> None:
     fields = {
         "target_path": "x",
         "layer_ids": (0, 1),
-        "ring_path": "x",
-        "ring_layout": RingLayout(6, 3),
+        "ring": RingAddress("x", RingLayout(6, 3), 1024),
     }
     EngineSpec(**fields)
     with pytest.raises(ValueError, match="allowed"):

@@ -76,7 +76,7 @@ def _teach(engine: SGLangEngine, ring: RingOwner, name: str, ids: tuple[int, ...
 
 
 def _assert_states(ring: RingOwner, slot, model, ids: tuple[int, ...]) -> None:
-    read = RingReader.attach(ring.path, ring.layout).read(slot)
+    read = RingReader.attach(ring.address).read(slot)
     features, states = reference_states(model, ids)
     torch.testing.assert_close(read.features, features, **CLOSE)
     torch.testing.assert_close(read.target_states, states, **CLOSE)
@@ -213,7 +213,7 @@ def test_the_self_check_recognises_states_before_the_norm(engine, reference, mon
         handle = norm.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0][0]))
         features, _ = reference_states(reference, ids)
         handle.remove()
-        writer = RingWriter.attach(engine.probe_ring.path, engine.spec.ring_layout)
+        writer = RingWriter.attach(engine.probe_ring.address)
         writer.write_rows(slot, 0, features, seen[0].detach())
         return slot, reason, rows, logprobs
 

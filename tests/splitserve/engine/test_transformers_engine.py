@@ -88,7 +88,7 @@ def test_states_are_those_of_transformers(tiny_target: str, ring: RingOwner, ref
     slot = ring.allocate(20)
     engine.submit(Teach("s", ids, slot))
     assert results.get(timeout=30) == Taught("s", slot)
-    read = RingReader.attach(ring.path, ring.layout).read(slot)
+    read = RingReader.attach(ring.address).read(slot)
     features, states = reference_states(reference, ids)
     torch.testing.assert_close(read.features, features)
     torch.testing.assert_close(read.target_states, states)

@@ -1,20 +1,32 @@
-"""The ring: allocation, what a writer may do, what a reader may see, and that nothing is left."""
+"""The ring: allocation, what a writer may do, what a reader may see."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
+import json
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transport_testing import (
+    DEVICE,
+    LAYOUT,
+    attach_reader,
+    attach_writers,
+    make_owner,
+    random_rows,
+    settle,
+    token_ids,
+)
 
+from splitserve.transport.layout import HEADER_BYTES, MAX_SLOTS
+from splitserve.transport.memory import DeviceSegment
 from splitserve.transport.ring import (
-    HEADER_BYTES,
+    BatchRows,
+    RingAddress,
     RingLayout,
     RingOwner,
     RingReader,
@@ -23,93 +35,64 @@ from splitserve.transport.ring import (
     StaleSlotError,
 )
 
-LAYOUT = RingLayout(num_context_features=12, hidden_size=4, dtype="float32")
-
 
 @pytest.fixture
 def owner():
-    ring = RingOwner.create(LAYOUT.slot_bytes(8) * 4, LAYOUT)
+    ring = make_owner(LAYOUT.slot_bytes(8) * 4)
     yield ring
     ring.close()
 
 
-def _rows(num_rows: int, layout: RingLayout = LAYOUT, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(num_rows, layout.num_context_features, generator=generator)
-    states = torch.randn(num_rows, layout.hidden_size, generator=generator)
-    return features.to(layout.torch_dtype), states.to(layout.torch_dtype)
+@pytest.fixture
+def writer(owner: RingOwner):
+    attached = RingWriter.attach(owner.address)
+    yield attached
+    attached.close()
 
 
-def test_slot_bytes_hold_the_rows_and_keep_blocks_aligned() -> None:
+@pytest.fixture
+def reader(owner: RingOwner):
+    attached = attach_reader(owner)
+    yield attached
+    attached.close()
+
+
+# --- where things lie -----------------------------------------------------------------------------
+
+
+def test_slot_bytes_are_those_of_one_shard_and_blocks_are_aligned() -> None:
     layout = RingLayout(num_context_features=3, hidden_size=1, dtype="bfloat16")
-    # 5 rows: 30 bytes of features and 10 of states, each padded to 64.
-    assert layout.slot_bytes(5) == HEADER_BYTES + 64 + 64
+    # 41 rows: 246 bytes of features and 82 of states, each padded to a multiple of 64.
+    assert layout.slot_bytes(41) == 256 + 128
+    # 14 rows in the largest of three shards: 84 and 28 bytes.
+    assert replace(layout, num_shards=3).slot_bytes(41) == 128 + 64
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_written_in_chunks_come_back_unchanged(dtype: str) -> None:
-    layout = replace(LAYOUT, dtype=dtype)
-    owner = RingOwner.create(1 << 16, layout)
-    owner.allocate(3)
-    slot = owner.allocate(7)
-    writer = RingWriter.attach(owner.path, layout)
-    features, states = _rows(7, layout)
-    writer.write_rows(slot, 0, features[:4], states[:4])
-    assert writer.check(slot) == "partial_capture"
-    writer.write_rows(slot, 4, features[4:], states[4:])
-    assert writer.rows_written(slot) == 7
-    assert writer.check(slot) is None
-    read = RingReader.attach(owner.path, layout).read(slot)
-    assert torch.equal(read.features, features)
-    assert torch.equal(read.target_states, states)
-    owner.close()
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 9))
+def test_shards_hold_every_row_once_and_none_more_than_its_room(num_tokens, num_shards) -> None:
+    layout = replace(LAYOUT, num_shards=num_shards)
+    shares = [layout.shard_rows(num_tokens, shard) for shard in range(num_shards)]
+    assert [row for first, last in shares for row in range(first, last)] == list(range(num_tokens))
+    row_bytes = (LAYOUT.num_context_features + LAYOUT.hidden_size) * 4
+    assert max(last - first for first, last in shares) * row_bytes <= layout.slot_bytes(num_tokens)
 
 
-def test_reading_copies_nothing(owner: RingOwner) -> None:
-    slot = owner.allocate(2)
-    writer = RingWriter.attach(owner.path, LAYOUT)
-    writer.write_rows(slot, 0, *_rows(2))
-    read = RingReader.attach(owner.path, LAYOUT).read(slot)
-    features, states = _rows(2, seed=1)
-    writer.write_rows(slot, 0, features, states)
-    assert torch.equal(read.features, features)
-    assert torch.equal(read.target_states, states)
+def test_an_address_survives_both_ways_of_travelling() -> None:
+    layout = replace(LAYOUT, num_shards=2)
+    on_host = RingAddress("/proc/1/fd/3", layout, 4096)
+    segments = DeviceSegment("GPU-1f", "00ff" * 32, 4096), DeviceSegment("3", "a0" * 64, 4096)
+    for address in (on_host, replace(on_host, segments=segments)):
+        assert RingAddress.from_json(address.to_json()) == address
+        assert pickle.loads(pickle.dumps(address)) == address
+    with pytest.raises(ValueError, match="one for each of 2"):
+        replace(on_host, segments=segments[:1])
+    for text in ("{}", json.dumps({"path": "x"}), on_host.to_json().replace("path", "pfad")):
+        with pytest.raises(ValueError, match="not the address"):
+            RingAddress.from_json(text)
 
 
-def test_another_process_reads_and_writes_the_same_memory(owner: RingOwner) -> None:
-    slot = owner.allocate(3)
-    script = (
-        "import sys, torch\n"
-        "from splitserve.messages import SlotRef\n"
-        "from splitserve.transport.ring import RingLayout, RingWriter\n"
-        "layout = RingLayout(12, 4, 'float32')\n"
-        "writer = RingWriter.attach(sys.argv[1], layout)\n"
-        "slot = SlotRef(*map(int, sys.argv[2:]))\n"
-        "writer.write_rows(slot, 0, torch.full((3, 12), 2.5), torch.full((3, 4), -1.0))\n"
-    )
-    numbers = [slot.offset, slot.num_bytes, slot.generation, slot.num_tokens]
-    subprocess.run(
-        [sys.executable, "-c", script, owner.path, *map(str, numbers)], check=True, timeout=120
-    )
-    read = RingReader.attach(owner.path, LAYOUT).read(slot)
-    assert torch.equal(read.features, torch.full((3, 12), 2.5))
-    assert torch.equal(read.target_states, torch.full((3, 4), -1.0))
-
-
-def test_the_ring_has_no_name_and_is_gone_with_its_owner(owner: RingOwner) -> None:
-    script = (
-        "import os, signal\n"
-        "from splitserve.transport.ring import RingLayout, RingOwner\n"
-        "owner = RingOwner.create(1 << 20, RingLayout(12, 4, 'float32'))\n"
-        "owner.allocate(4)\n"
-        "print(owner.path, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
-    assert result.returncode == -9
-    assert not [name for name in os.listdir("/dev/shm") if "splitserve" in name]
-    with pytest.raises(OSError):
-        RingReader.attach(result.stdout.decode().strip(), LAYOUT)
+# --- allocation -----------------------------------------------------------------------------------
 
 
 def test_freed_neighbours_become_one_hole(owner: RingOwner) -> None:
@@ -125,23 +108,42 @@ def test_freed_neighbours_become_one_hole(owner: RingOwner) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=60))
-def test_slots_never_overlap_and_all_space_comes_back(actions: list[tuple[bool, int]]) -> None:
-    owner = RingOwner.create(LAYOUT.slot_bytes(8) * 6, LAYOUT)
+@given(st.integers(1, 3), st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=60))
+def test_slots_never_overlap_and_all_space_comes_back(
+    num_shards: int, actions: list[tuple[bool, int]]
+) -> None:
+    layout = replace(LAYOUT, num_shards=num_shards)
+    owner = make_owner(layout.slot_bytes(8) * 6, layout)
     held = []
     for is_free, number in actions:
         if is_free and held:
             owner.free(held.pop(number % len(held)))
+        elif owner.layout.slot_bytes(number) > owner.capacity_bytes:
+            continue
         elif (slot := owner.allocate(number)) is not None:
             held.append(slot)
         places = sorted((slot.offset, slot.offset + slot.num_bytes) for slot in held)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+        assert len({slot.index for slot in held}) == len(held)
         assert owner.used_bytes == sum(slot.num_bytes for slot in held)
     for slot in held:
         owner.free(slot)
     assert owner.free_bytes == owner.capacity_bytes
-    # One hole again: the largest sample that can fit does.
-    assert owner.allocate(48) is not None
+    # One hole again: a sample that fills the whole ring fits.
+    largest = max(n for n in range(1, 200) if layout.slot_bytes(n) <= owner.capacity_bytes)
+    assert owner.allocate(largest) is not None
+    owner.close()
+
+
+def test_a_full_header_table_makes_allocation_wait() -> None:
+    layout = RingLayout(1, 1, "bfloat16")
+    owner = make_owner((MAX_SLOTS + 1) * layout.slot_bytes(1), layout)
+    slots = [owner.allocate(1) for _ in range(MAX_SLOTS)]
+    assert None not in slots
+    assert owner.free_bytes == layout.slot_bytes(1)
+    assert owner.allocate(1) is None
+    owner.free(slots[5])
+    assert owner.allocate(1).index == 5
     owner.close()
 
 
@@ -156,85 +158,289 @@ def test_freeing_twice_or_a_foreign_slot_is_refused(owner: RingOwner) -> None:
     owner.free(again)
 
 
-def test_a_reference_to_a_freed_slot_is_stale_for_everyone(owner: RingOwner) -> None:
-    old = owner.allocate(4)
-    writer = RingWriter.attach(owner.path, LAYOUT)
-    writer.write_rows(old, 0, *_rows(4))
-    owner.free(old)
-    new = owner.allocate(4)
-    assert new.offset == old.offset
-    with pytest.raises(StaleSlotError):
-        writer.write_rows(old, 0, *_rows(4))
-    with pytest.raises(StaleSlotError):
-        RingReader.attach(owner.path, LAYOUT).read(old)
-    assert writer.check(old) == "stale_slot"
-    assert writer.rows_written(new) == 0
-
-
-def test_a_gap_makes_the_slot_partial_until_it_is_restarted(owner: RingOwner) -> None:
-    slot = owner.allocate(6)
-    writer = RingWriter.attach(owner.path, LAYOUT)
-    features, states = _rows(6)
-    writer.write_rows(slot, 0, features[:2], states[:2])
-    writer.write_rows(slot, 3, features[3:], states[3:])
-    assert writer.rows_written(slot) == 6
-    assert writer.check(slot) == "partial_capture"
-    with pytest.raises(ValueError, match="6 of 6 rows"):
-        RingReader.attach(owner.path, LAYOUT).read(slot)
-    writer.write_rows(slot, 0, features, states)
-    assert writer.check(slot) is None
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("where", ["features", "states"])
-def test_nonfinite_rows_are_counted(owner: RingOwner, value: float, where: str) -> None:
-    slot = owner.allocate(5)
-    writer = RingWriter.attach(owner.path, LAYOUT)
-    features, states = _rows(5)
-    (features if where == "features" else states)[[1, 3], 2] = value
-    writer.write_rows(slot, 0, features, states)
-    assert writer._mapping.header(slot).nonfinite_rows == 2
-    assert writer.check(slot) == "nonfinite"
-    writer.write_rows(slot, 0, *_rows(5))
-    assert writer.check(slot) is None
-
-
-def test_rows_of_other_tokens_are_noticed(owner: RingOwner) -> None:
-    slot = owner.allocate(4)
-    writer = RingWriter.attach(owner.path, LAYOUT)
-    features, states = _rows(4)
-    ids = torch.tensor([5, 6, 7, 8])
-    writer.write_rows(slot, 0, features[:3], states[:3], ids[:3].int())
-    writer.write_rows(slot, 3, features[3:], states[3:], ids[3:])
-    assert writer.check(slot, ids) is None
-    assert "other tokens" in writer.check(slot, torch.tensor([5, 6, 8, 7]))
-
-
-def test_a_failed_slot_tells_its_cause(owner: RingOwner) -> None:
-    slot = owner.allocate(4)
-    writer = RingWriter.attach(owner.path, LAYOUT)
-    features, states = _rows(4)
-    with pytest.raises(RowWidthError) as caught:
-        writer.write_rows(slot, 0, features[:, :8], states)
-    writer.fail(slot, caught.value)
-    assert "width" in writer.check(slot)
-    writer.write_rows(slot, 0, features, states)
-    writer.fail(slot, RuntimeError())
-    assert "hook failed" in writer.check(slot)
-    with pytest.raises(ValueError, match="outside a slot"):
-        writer.write_rows(slot, 2, features, states)
-
-
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="ring_bytes"):
-        RingOwner.create(128, LAYOUT)
-    owner = RingOwner.create(LAYOUT.slot_bytes(8), LAYOUT)
+        RingOwner.create(127, LAYOUT)
+    owner = make_owner(LAYOUT.slot_bytes(8))
     with pytest.raises(ValueError, match="max_tokens"):
         owner.allocate(9)
     with pytest.raises(ValueError, match="1 token or more"):
         owner.allocate(0)
+    with pytest.raises(ValueError, match="allowed: 0 to 0"):
+        RingWriter.attach(owner.address, 1)
     owner.close()
+    with pytest.raises(ValueError, match="one GPU for each"):
+        RingOwner.create(1 << 16, LAYOUT, ("0", "1"))
     with pytest.raises(ValueError, match="float16"):
         RingLayout(4, 4, "float16")
-    with pytest.raises(ValueError, match="hidden_size"):
-        RingLayout(4, 0)
+    for name in ("hidden_size", "num_context_features", "num_shards"):
+        with pytest.raises(ValueError, match=name):
+            RingLayout(**({"num_context_features": 4, "hidden_size": 4} | {name: 0}))
+
+
+# --- writing and reading --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 9])
+def test_rows_written_in_chunks_come_back_unchanged(dtype, num_shards, num_tokens) -> None:
+    layout = replace(LAYOUT, dtype=dtype, num_shards=num_shards)
+    owner = make_owner(1 << 16, layout)
+    owner.allocate(3)
+    slot = owner.allocate(num_tokens)
+    reader = attach_reader(owner)
+    features, states = random_rows(num_tokens, layout)
+    ids = token_ids(num_tokens)
+    cut = num_tokens // 2
+    for number, writer in enumerate(attach_writers(owner)):
+        settle()
+        assert reader.check(slot) == "partial_capture"
+        with pytest.raises(ValueError, match=f"0 of {num_tokens} rows"):
+            reader.read(slot)
+        writer.write_rows(slot, 0, features[:cut], states[:cut], ids[:cut])
+        writer.write_rows(slot, cut, features[cut:], states[cut:], ids[cut:])
+        settle()
+        assert reader.rows_written(slot) == (num_tokens if number == num_shards - 1 else 0)
+    assert reader.check(slot, ids) is None
+    for device in {"cpu", DEVICE}:
+        read = RingReader.attach(owner.address, device).read(slot)
+        assert read.features.device.type == torch.device(device).type
+        assert torch.equal(read.features.to(DEVICE), features)
+        assert torch.equal(read.target_states.to(DEVICE), states)
+    owner.close()
+
+
+def test_reading_memory_at_hand_copies_nothing(owner, writer, reader) -> None:
+    slot = owner.allocate(2)
+    writer.write_rows(slot, 0, *random_rows(2))
+    settle()
+    read = reader.read(slot)
+    features, states = random_rows(2, seed=1)
+    writer.write_rows(slot, 0, features, states)
+    settle()
+    assert torch.equal(read.features, features)
+    assert torch.equal(read.target_states, states)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_shards=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
+    budget=st.integers(1, 17),
+    seed=st.integers(0, 99),
+)
+def test_samples_chunked_into_shared_batches_come_back_whole(
+    num_shards: int, lengths: list[int], budget: int, seed: int
+) -> None:
+    layout = replace(LAYOUT, num_shards=num_shards)
+    owner = make_owner(1 << 16, layout)
+    writers = attach_writers(owner)
+    samples = [
+        (
+            owner.allocate(length),
+            *random_rows(length, layout, seed + i),
+            token_ids(length, seed + i),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    done = [0] * len(lengths)
+    turn = seed
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        # As a prefill scheduler does: what fits goes into one batch, foreign rows in between.
+        batch, parts, num_rows = [], [], 0
+        for i in sorted(range(len(lengths)), key=lambda i: (i + turn) % len(lengths)):
+            take = min(lengths[i] - done[i], budget - num_rows)
+            if take <= 0:
+                continue
+            foreign = turn % 2
+            num_rows += foreign
+            slot, features, states, ids = samples[i]
+            rows = slice(done[i], done[i] + take)
+            batch.append((slot, done[i], num_rows, take))
+            parts += [(torch.full((foreign, 12), torch.nan), torch.zeros(foreign, 4))]
+            parts[-1] = (*(p.to(DEVICE) for p in parts[-1]), torch.full((foreign,), 7))
+            parts.append((features[rows], states[rows], ids[rows]))
+            done[i] += take
+            num_rows += take
+        together = [torch.cat(column) for column in zip(*parts, strict=True)]
+        for writer in writers:
+            assert writer.write_batch([BatchRows(*b) for b in batch], *together) == []
+        turn += 1
+    settle()
+    reader = attach_reader(owner)
+    for slot, features, states, ids in samples:
+        assert reader.check(slot, ids) is None
+        read = reader.read(slot)
+        assert torch.equal(read.features, features)
+        assert torch.equal(read.target_states, states)
+    owner.close()
+
+
+def test_a_reference_to_a_freed_slot_is_stale_for_everyone(owner, writer, reader) -> None:
+    old = owner.allocate(4)
+    writer.write_rows(old, 0, *random_rows(4))
+    settle()
+    owner.free(old)
+    new = owner.allocate(4)
+    assert (new.index, new.offset) == (old.index, old.offset)
+    with pytest.raises(StaleSlotError):
+        writer.write_rows(old, 0, *random_rows(4))
+    with pytest.raises(StaleSlotError):
+        reader.read(old)
+    with pytest.raises(StaleSlotError):
+        writer.fail(old, RuntimeError())
+    with pytest.raises(StaleSlotError):
+        reader.read(replace(new, num_tokens=5))
+    with pytest.raises(StaleSlotError):
+        reader.read(replace(new, index=10**6))
+    assert writer.check(old) == "stale_slot"
+    assert writer.rows_written(new) == 0
+
+
+def test_a_stale_slot_in_a_batch_is_told_and_harms_no_other(owner, writer, reader) -> None:
+    old, good = owner.allocate(3), owner.allocate(3)
+    owner.free(old)
+    features, states = random_rows(6)
+    batch = [BatchRows(old, 0, 0, 3), BatchRows(good, 0, 3, 3)]
+    assert writer.write_batch(batch, features, states) == [old]
+    settle()
+    assert torch.equal(reader.read(good).features, features[3:])
+
+
+def test_words_of_another_allocation_or_halves_of_them_count_as_nothing(owner, writer) -> None:
+    old = owner.allocate(4)
+    writer.write_rows(old, 0, *random_rows(4), token_ids(4))
+    settle()
+    place = slice(old.index * HEADER_BYTES + 16, (old.index + 1) * HEADER_BYTES)
+    table = writer._memory.host.buffer
+    late = table[place]
+    owner.free(old)
+    new = owner.allocate(4)
+    # The old sample's last words arrive after the slot has been given away.
+    table[place] = late
+    assert writer.check(new) == "partial_capture"
+    assert writer.rows_written(new) == 0
+    writer.write_rows(new, 0, *random_rows(4, seed=1), token_ids(4))
+    settle()
+    assert writer.check(new, token_ids(4)) is None
+    whole = table[place]
+    for number in range(len(whole)):
+        torn = bytearray(whole)
+        torn[number] ^= 0xFF
+        table[place] = torn
+        assert writer.check(new, token_ids(4)) == "partial_capture"
+    table[place] = whole
+    assert writer.check(new, token_ids(4)) is None
+
+
+def test_a_gap_makes_the_slot_partial_until_it_is_restarted(owner, writer, reader) -> None:
+    slot = owner.allocate(6)
+    features, states = random_rows(6)
+    writer.write_rows(slot, 0, features[:2], states[:2])
+    writer.write_rows(slot, 3, features[3:], states[3:])
+    settle()
+    assert writer.rows_written(slot) == 6
+    assert writer.check(slot) == "partial_capture"
+    with pytest.raises(ValueError, match="6 of 6 rows"):
+        reader.read(slot)
+    writer.write_rows(slot, 0, features, states)
+    settle()
+    assert writer.check(slot) is None
+
+
+def test_a_shard_that_is_behind_makes_the_slot_partial() -> None:
+    layout = replace(LAYOUT, num_shards=2)
+    owner = make_owner(1 << 14, layout)
+    slot = owner.allocate(5)
+    first, second = attach_writers(owner)
+    features, states = random_rows(5)
+    first.write_rows(slot, 0, features, states)
+    second.write_rows(slot, 0, features[:4], states[:4])
+    settle()
+    assert first.check(slot) == "partial_capture"
+    assert first.rows_written(slot) == 4
+    second.fail(slot, RuntimeError())
+    settle()
+    assert "hook failed" in first.check(slot)
+    owner.close()
+
+
+def test_a_writer_that_did_not_see_the_beginning_cannot_go_on(owner, writer) -> None:
+    slot = owner.allocate(4)
+    features, states = random_rows(4)
+    writer.write_rows(slot, 0, features[:2], states[:2])
+    settle()
+    restarted = RingWriter.attach(owner.address)
+    restarted.write_rows(slot, 2, features[2:], states[2:])
+    settle()
+    assert restarted.check(slot) == "partial_capture"
+    restarted.write_rows(slot, 0, features, states)
+    settle()
+    assert restarted.check(slot) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["features", "states"])
+def test_nonfinite_rows_are_counted(owner, writer, value: float, where: str) -> None:
+    slot = owner.allocate(5)
+    features, states = random_rows(5)
+    (features if where == "features" else states)[[1, 3], 2] = value
+    writer.write_rows(slot, 0, features[:2], states[:2])
+    writer.write_rows(slot, 2, features[2:], states[2:])
+    settle()
+    assert writer._memory.header(slot, 0).nonfinite_rows == 2
+    assert writer.check(slot) == "nonfinite"
+    writer.write_rows(slot, 0, *random_rows(5))
+    settle()
+    assert writer.check(slot) is None
+
+
+def test_rows_of_other_tokens_are_noticed(owner, writer) -> None:
+    slot = owner.allocate(4)
+    features, states = random_rows(4)
+    ids = torch.tensor([5, 6, 7, 8])
+    writer.write_rows(slot, 0, features[:3], states[:3], ids[:3].int().to(DEVICE))
+    writer.write_rows(slot, 3, features[3:], states[3:], ids[3:])
+    settle()
+    assert writer.check(slot, ids) is None
+    # Another order, and a difference that vanishes in sums weighted by place.
+    for other in ([5, 6, 8, 7], [6, 4, 8, 8], [5, 6, 7, 9]):
+        assert "other tokens" in writer.check(slot, torch.tensor(other))
+
+
+def test_rows_out_of_step_with_their_positions_are_noticed(owner, writer) -> None:
+    slots = owner.allocate(4), owner.allocate(3)
+    features, states = random_rows(7)
+    batch = [BatchRows(slots[0], 0, 0, 4), BatchRows(slots[1], 0, 4, 3)]
+    positions = torch.tensor([0, 1, 2, 3, 0, 2, 1])
+    writer.write_batch(batch, features, states, None, positions.int().to(DEVICE))
+    settle()
+    assert writer.check(slots[0]) is None
+    assert "other positions" in writer.check(slots[1])
+
+
+def test_a_failed_slot_tells_its_cause(owner, writer) -> None:
+    slot = owner.allocate(4)
+    features, states = random_rows(4)
+    with pytest.raises(RowWidthError) as caught:
+        writer.write_rows(slot, 0, features[:, :8], states)
+    writer.fail(slot, caught.value)
+    settle()
+    assert "width" in writer.check(slot)
+    writer.write_rows(slot, 0, features, states)
+    writer.fail(slot, RuntimeError())
+    settle()
+    assert "hook failed" in writer.check(slot)
+
+
+def test_rows_that_lie_nowhere_are_refused(owner, writer) -> None:
+    slot = owner.allocate(4)
+    features, states = random_rows(4)
+    with pytest.raises(ValueError, match="outside a slot"):
+        writer.write_rows(slot, 2, features, states)
+    with pytest.raises(ValueError, match="outside a batch"):
+        writer.write_batch([BatchRows(slot, 0, 1, 4)], features, states)
+    with pytest.raises(ValueError, match="only once"):
+        writer.write_batch([BatchRows(slot, 0, 0, 2), BatchRows(slot, 2, 2, 2)], features, states)
+    assert writer.rows_written(slot) == 0
