@@ -1,4 +1,4 @@
-"""The command line: `splitserve train|eval|export|config|data key=value ...`.
+"""The command line: `splitserve train|eval|export|plan|config|data key=value ...`.
 
 Heavy imports happen inside the commands, so that `--help` and a mistyped setting answer at once.
 """
@@ -26,6 +26,8 @@ usage: splitserve COMMAND [key=value ...]
           measure a draft's accept length on held-out prompts
   export  [run=FOLDER] [checkpoint=best|last|STEP] [out=FOLDER]
           write a draft as the folder that SGLang loads
+  plan    recipe=NAME [setting=value ...]
+          show the halves of a run and the memory that each GPU will need, and start nothing
   config  recipe=NAME [setting=value ...]
           print the resolved settings
   data    preview|stats|generate target=FOLDER data=SOURCE [option=value ...]
@@ -65,6 +67,12 @@ def _export(arguments: Sequence[str]) -> int:
     return export(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from splitserve.run.planning import plan
+
+    return plan(arguments)
+
+
 def _config(arguments: Sequence[str]) -> int:
     from splitserve.compose import compose, to_yaml
 
@@ -82,6 +90,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "eval": _eval,
     "export": _export,
+    "plan": _plan,
     "config": _config,
     "data": _data,
 }
@@ -107,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             raise UserError("command", name, ", ".join(COMMANDS), suggest(name, COMMANDS))
         if any(a in ("-h", "--help") for a in rest):
-            print(_train_help() if name in ("train", "config") else USAGE)
+            print(_train_help() if name in ("train", "plan", "config") else USAGE)
             return 0
         signal.signal(signal.SIGTERM, _terminate)
         return COMMANDS[name](rest)

@@ -21,15 +21,13 @@ from dspark.report import AcceptReport
 from dspark.target import FrozenTarget
 from splitserve.engine.base import EngineError
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
-from splitserve.messages import Evaluate, Evaluated, Rejected, Sampling
+from splitserve.messages import EVALUATION, Evaluate, Evaluated, Rejected, Sampling
 
 if TYPE_CHECKING:
     from splitserve.engine.sglang_engine import SGLangEngine
 
 MARGIN_TOLERANCE = 0.5
 """Mean distance in logits below the embedded draft's choice that rounding may explain."""
-EVALUATION = "evaluation"
-"""Name of a rejected evaluation."""
 
 
 class ServedEvaluator:

@@ -19,6 +19,7 @@ from typing import Any
 
 from splitserve.errors import RunFailed
 from splitserve.messages import (
+    EVALUATION,
     CheckpointSaved,
     EngineReady,
     Evaluated,
@@ -29,6 +30,7 @@ from splitserve.messages import (
     NeedBatch,
     NoBatch,
     Rejected,
+    SlotsFree,
     SnapshotReady,
     StepDone,
     Stop,
@@ -58,6 +60,8 @@ class CoordinatorOptions:
     max_drop_fraction: float
     max_restarts: int
     heartbeat_timeout_seconds: float
+    early_stop: int = 0
+    """Measurements without a better one after which training ends; 0 never."""
 
 
 @dataclass
@@ -77,7 +81,7 @@ class Coordinator:
 
     Args:
         start_engine, start_evaluator, start_trainers: make the processes; called again where a
-            process is restarted.
+            process is restarted. Without `start_evaluator` the engine measures the drafts.
     """
 
     def __init__(
@@ -89,13 +93,14 @@ class Coordinator:
         display: Display,
         tracker: Tracker,
         start_engine: Callable[[], ChildProcess],
-        start_evaluator: Callable[[], ChildProcess],
+        start_evaluator: Callable[[], ChildProcess] | None,
         start_trainers: Callable[[], list[ChildProcess]],
     ) -> None:
         self._folder, self._feeder, self._evaluations = folder, feeder, evaluations
         self._options, self._display, self._tracker = options, display, tracker
         self._start_engine, self._start_evaluator = start_engine, start_evaluator
         self._start_trainers = start_trainers
+        self._num_steps = options.num_steps
         self._progress = Progress(num_steps=options.num_steps)
         self._engine: ChildProcess | None = None
         self._engine_ready = False
@@ -120,7 +125,8 @@ class Coordinator:
         """The whole run. Whatever happens, no process is left when this returns or raises."""
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._evaluator = self._start_evaluator()
+            if self._start_evaluator is not None:
+                self._evaluator = self._start_evaluator()
             self._engine = self._start_engine()
             self._trainers = self._start_trainers()
             while self._outcome is None:
@@ -148,7 +154,7 @@ class Coordinator:
             for message in child.receive():
                 self._handle(child, message)
         self._progress.tick(
-            engine_busy=self._feeder.in_flight > 0,
+            engine_busy=self._feeder.in_flight > 0 or self._engine_measures(),
             engine_up=self._engine_ready and not self._engine_released,
         )
         if self._signals and self._stop_at is None:
@@ -160,6 +166,9 @@ class Coordinator:
         self._evaluate()
         self._display.show(self._progress, self._feeder, self._evaluations.best)
         self._end_if_done()
+
+    def _engine_measures(self) -> bool:
+        return self._start_evaluator is None and not self._evaluations.idle
 
     def _begin_to_stop(self) -> None:
         """From here on trainers get no batch: they save and end."""
@@ -183,16 +192,20 @@ class Coordinator:
             self._check_drops()
         elif isinstance(message, Taught):
             self._feeder.taught(message)
+        elif isinstance(message, Rejected) and message.request_id == EVALUATION:
+            self._fail(child, message.reason)
         elif isinstance(message, Rejected):
             self._feeder.rejected(message)
             self._check_drops()
         elif isinstance(message, NeedBatch):
             self._asked.add((message.rank, message.step))
-        elif isinstance(message, StepDone):
+        elif isinstance(message, SlotsFree):
             self._feeder.step_done(message.rank, message.step)
+        elif isinstance(message, StepDone):
             self._progress.step_done(message)
         elif isinstance(message, Metrics):
-            self._log("train", message.step, {**message.values, **self._progress.rates()})
+            rates = {**self._progress.rates(), **self._feeder.counters.take_draft_age()}
+            self._log("train", message.step, {**message.values, **rates})
             self._progress.metrics = message.values
             self._display.metrics(message.step, message.values, self._progress)
         elif isinstance(message, SnapshotReady):
@@ -221,7 +234,7 @@ class Coordinator:
         if self._final_asked:
             self._outcome = Outcome(
                 True,
-                self._options.num_steps,
+                self._num_steps,
                 message.report,
                 self._progress.checkpoint,
                 self._progress.seconds(),
@@ -230,8 +243,24 @@ class Coordinator:
         is_best = self._evaluations.finished(message.step, message.report)
         accept_length = accept_length_of(message.report)
         self._progress.accept_length = accept_length
-        self._log("eval", message.step, {"accept_length": accept_length, "best": is_best})
+        timings = message.report["reports"][0].get("timings", {})
+        self._log(
+            "eval", message.step, {"accept_length": accept_length, "best": is_best, **timings}
+        )
         self._display.evaluated(message.step, message.report, is_best)
+        patience = self._options.early_stop
+        if patience and self._evaluations.num_since_best >= patience:
+            self._stop_early(patience)
+
+    def _stop_early(self, patience: int) -> None:
+        """Let the trainers finish what they have, as if the run had been planned so."""
+        end = max(self._last_served + 1, self._progress.first_step)
+        if end < self._num_steps:
+            self._num_steps = self._progress.num_steps = end
+            self._display.note(
+                f"eval.early_stop: {patience} measurements without a better accept length; "
+                f"training ends after {end} steps"
+            )
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         self._folder.write_metrics(kind, step, values)
@@ -258,7 +287,7 @@ class Coordinator:
         """Answer the ranks that wait for a batch."""
         for rank, step in sorted(self._asked):
             stopping = self._stop_at is not None and step > self._last_served
-            if step >= self._options.num_steps or stopping:
+            if step >= self._num_steps or stopping:
                 self._trainers[rank].send(NoBatch(step))
             else:
                 batch = self._feeder.batch(rank, step)
@@ -274,6 +303,9 @@ class Coordinator:
             return
         for request in self._feeder.requests():
             self._engine.send(request)
+        if self._start_evaluator is None:
+            # It measures to the end of the run.
+            return
         if not self._feeder.in_flight and not self._feeder.engine_is_needed():
             self._engine.send(Stop())
             self._engine.finished = self._engine_released = True
@@ -281,7 +313,11 @@ class Coordinator:
             self._display.note("every sample is in the ring: the target engine is released")
 
     def _evaluate(self) -> None:
-        if self._evaluator is None or not self._evaluator_ready or self._stop_at is not None:
+        if self._start_evaluator is None:
+            evaluator = self._engine if self._engine_ready else None
+        else:
+            evaluator = self._evaluator if self._evaluator_ready else None
+        if evaluator is None or self._stop_at is not None:
             return
         request = self._evaluations.next_request()
         trained = len(self._done) == len(self._trainers)
@@ -289,7 +325,7 @@ class Coordinator:
             request = self._evaluations.final_request()
             self._final_asked = True
         if request is not None:
-            self._evaluator.send(request)
+            evaluator.send(request)
 
     def _end_if_done(self) -> None:
         if self._stop_at is None or self._outcome is not None:
@@ -355,13 +391,18 @@ class Coordinator:
         if child.role == "engine":
             self._engine_ready = False
             self._feeder.engine_lost()
+            if self._start_evaluator is None:
+                self._evaluation_lost()
             self._engine = self._start_engine()
         else:
+            assert self._start_evaluator is not None, "there is no evaluator to start again"
             self._evaluator_ready = False
-            self._evaluations.evaluator_lost()
-            if self._final_asked:
-                self._final_asked = False
+            self._evaluation_lost()
             self._evaluator = self._start_evaluator()
+
+    def _evaluation_lost(self) -> None:
+        self._evaluations.evaluator_lost()
+        self._final_asked = False
 
     def _fail(self, child: ChildProcess, problem: str) -> None:
         """End the run over a worker that cannot be replaced.

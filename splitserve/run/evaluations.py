@@ -35,6 +35,8 @@ class Evaluations:
     def __init__(self, best: Best | None = None, max_waiting: int = 4) -> None:
         self.best = best
         self.skipped = 0
+        self.num_since_best = 0
+        """Measurements in a row that gave no better draft."""
         self._waiting: deque[SnapshotReady] = deque()
         self._running: SnapshotReady | None = None
         self._max_waiting = max_waiting
@@ -68,7 +70,9 @@ class Evaluations:
         accept_length = accept_length_of(report)
         if self.best is not None and accept_length <= self.best.accept_length:
             self._delete(running.path)
+            self.num_since_best += 1
             return False
+        self.num_since_best = 0
         if self.best is not None:
             self._delete(self.best.path)
         self.best = Best(step, accept_length, running.path)

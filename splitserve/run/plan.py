@@ -20,6 +20,8 @@ from splitserve.errors import UserError
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.messages import Sampling
 from splitserve.run.feeder import Entry
+from splitserve.run.gpus import Placement, place
+from splitserve.run.memory import GpuNeeds, check_memory, needs
 from splitserve.run.process import port_is_free
 from splitserve.settings import RunSettings
 from splitserve.target.info import check_device, check_warm_start
@@ -38,9 +40,12 @@ class Plan:
     schedule: SampleSchedule
     ring_layout: RingLayout
     max_tokens: int
+    placement: Placement
+    memory: tuple[GpuNeeds, ...]
+    """What each GPU will hold; empty on the CPU."""
 
-    def accept(self, entry: Entry, output_ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
-        """The ids to train on for a response, or the reason to drop it."""
+    def accept(self, entry: Entry, output_ids: Sequence[int]) -> Sample | str:
+        """The sample to train on for a response, or the reason to drop it."""
         try:
             sample = make_sample(
                 entry.sample_id,
@@ -52,10 +57,10 @@ class Plan:
                 end_of_turn_ids=self.target.eos_token_ids,
             )
         except RowRefused as refused:
-            return (), refused.reason.value
+            return refused.reason.value
         if self.draft.mask_token_id in sample.token_ids:
-            return (), "mask_token_in_answer"
-        return sample.token_ids, ""
+            return "mask_token_in_answer"
+        return sample
 
 
 def load_tokenizer(path: str) -> Any:
@@ -78,14 +83,18 @@ def target_of(settings: RunSettings) -> TargetInfo:
     )
 
 
-def make_plan(settings: RunSettings) -> Plan:
+def make_plan(settings: RunSettings, *, check_fit: bool = True) -> Plan:
     """Everything that can be known, and refused, without starting a process.
 
+    Args:
+        check_fit: refuse what will not fit into the GPUs' memory.
+
     Raises:
-        ValueError: target, layers, mask token, prompts, ring or ports do not fit; the message
-            names the setting.
+        ValueError: target, layers, mask token, prompts, GPUs, ring or ports do not fit; the
+            message names the setting.
     """
     check_ports(settings)
+    placement = place(settings.layout)
     data = settings.data
     # The prompts are read before the target is made ready: a typo is to show at once.
     split = _split(settings)
@@ -102,8 +111,18 @@ def make_plan(settings: RunSettings) -> Plan:
     check_warm_start(target, settings.draft.warm_start)
     check_device(target, settings.layout.device)
     entries = _entries(settings, train)
-    layout = RingLayout(draft.num_context_features, draft.hidden_size, settings.target.dtype)
+    layout = RingLayout(
+        draft.num_context_features,
+        draft.hidden_size,
+        settings.target.dtype,
+        num_shards=max(1, len(placement.target)),
+    )
     _check_ring(settings, layout)
+    memory = needs(
+        settings, placement, target.config, target.path, draft, layout.slot_bytes(1000) // 1000
+    )
+    if check_fit:
+        check_memory(memory)
     schedule = SampleSchedule(
         [e.sample_id for e in entries],
         settings.train.global_batch_size,
@@ -112,7 +131,17 @@ def make_plan(settings: RunSettings) -> Plan:
         settings.train.replay,
     )
     held_out = tuple(EvalPrompt(p.id, p.domain, ids) for p, ids in measured)
-    return Plan(target, draft, held_out, entries, schedule, layout, data.max_tokens)
+    return Plan(
+        target,
+        draft,
+        held_out,
+        entries,
+        schedule,
+        layout,
+        data.max_tokens,
+        placement,
+        tuple(memory),
+    )
 
 
 def _split(settings: RunSettings) -> Split:
@@ -237,4 +266,13 @@ def evaluator_spec(settings: RunSettings, plan: Plan) -> EvaluatorSpec:
         final_temperatures=(measure.temperature, *measure.final_temperatures),
         seed=settings.seed,
         num_threads=settings.layout.eval_threads,
+        device=settings.layout.device,
     )
+
+
+def longest_request(settings: RunSettings, plan: Plan) -> int:
+    """Tokens of the longest sample or measured answer, its prompt included."""
+    if not settings.speculates:
+        return plan.max_tokens
+    measured = max(len(prompt.token_ids) for prompt in plan.held_out) + settings.eval.max_new_tokens
+    return max(plan.max_tokens, measured + settings.draft.block_size)
