@@ -18,6 +18,7 @@ from splitserve.run.progress import Progress
 
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 15.0
+ADVICE_STEPS = 20
 TERMS = ("ce", "l1", "confidence")
 """Loss terms shown, where the objective has them."""
 
@@ -37,6 +38,23 @@ def bottleneck(progress: Progress, feeder: Feeder) -> str:
     if idle > 0.2:
         return f"the target waits for the trainers ({idle:.0%} of its time)"
     return f"balanced (trainers wait {wait:.0%}, target idle {idle:.0%})"
+
+
+def advice(progress: Progress, feeder: Feeder) -> str:
+    """Which split would serve the run better; empty while neither half waits for long."""
+    if progress.step - progress.first_step < ADVICE_STEPS:
+        return ""
+    wait, idle = progress.trainer_wait_fraction(), progress.engine_idle_fraction()
+    if wait > 0.2 and wait > idle:
+        return (
+            "more GPUs in layout.target, a higher train.replay or engine.max_running_requests "
+            "would keep the trainers busy"
+        )
+    if idle > 0.2:
+        if feeder.engine_is_needed():
+            return "more ranks in layout.train would keep up with the target"
+        return "the target has taught everything: more samples (data.sampling) would use it"
+    return ""
 
 
 class Display:
@@ -120,6 +138,8 @@ class Display:
             f"   evicted {feeder.counters.evicted}   retried {feeder.counters.retried}",
         )
         rows.add_row("who waits", bottleneck(progress, feeder))
+        if text := advice(progress, feeder):
+            rows.add_row("advice", text)
         bar = ProgressBar(total=max(1, progress.num_steps), completed=progress.step)
         return Panel(Group(rows, bar), title=self._title)
 
