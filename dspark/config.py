@@ -186,7 +186,7 @@ class DraftConfig:
             head_dim=int(target.get("head_dim") or hidden // heads),
             vocab_size=int(target["vocab_size"]),
             rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
-            rope_parameters=rope_parameters_of(target),
+            rope_parameters=_draft_rope(target),
             max_position_embeddings=int(target["max_position_embeddings"]),
             block_size=block_size,
             target_layer_ids=ids,
@@ -275,6 +275,8 @@ class DraftConfig:
 def spread_layers(num_layers: int, last: int) -> tuple[int, ...]:
     """Layers 1 to `last`, evenly spread, both ends included: 5 of 28 are (1, 8, 14, 21, 28).
 
+    The first still tells which tokens there were; the last is nearest to what the target will say.
+
     Raises:
         ValueError: the target has fewer layers than are asked for.
     """
@@ -290,6 +292,19 @@ def spread_layers(num_layers: int, last: int) -> tuple[int, ...]:
         return (last,)
     step = (last - first) / (num_layers - 1)
     return tuple(first + int(k * step + 0.5) for k in range(num_layers))
+
+
+def _draft_rope(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's rotary settings, as far as they are not about heads that the draft lacks.
+
+    In latent attention (MLA) the rotated share of a head is a part of its own, and a target without
+    positions (NoPE) may still name a base. The draft's heads are plain and rotated whole, which is
+    also what SGLang's fused kernel for a draft's keys asks for.
+    """
+    rope = rope_parameters_of(target)
+    if target.get("kv_lora_rank") is not None:
+        rope.pop("partial_rotary_factor", None)
+    return rope
 
 
 def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ class TargetModel:
         layer_ids: captured layers, ascending; id i is the output of decoder layer i.
 
     Raises:
-        ValueError: the target has layers other than plain full attention, for which the decoder's
-            explicit masks would not hold, or logits that are more than lm_head times state.
+        ValueError: transformers has no model for the target, or the target has layers other than
+            plain full attention, for which the decoder's explicit masks would not hold, or logits
+            that are more than lm_head times state.
     """
 
     def __init__(
@@ -27,14 +28,7 @@ class TargetModel:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
     ) -> None:
-        self.model = (
-            AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-            )
-            .to(device)
-            .eval()
-            .requires_grad_(False)
-        )
+        self.model = _load(folder, dtype).to(device).eval().requires_grad_(False)
         refuse_other_attention(self.model.config)
         refuse_other_layers(self.model)
         self.device = torch.device(device)
@@ -123,6 +117,19 @@ class TargetModel:
         states = output.last_hidden_state
         captured = [self._captured.pop(layer) for layer in self.layer_ids]
         return states, torch.cat(captured, dim=-1) if captured else states[..., :0]
+
+
+def _load(folder: str | Path, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except ValueError as error:
+        why = str(error).splitlines()[0][:300]
+        raise ValueError(
+            f"target: transformers cannot load {str(folder)!r} ({why}); allowed: a model that it "
+            "knows; measure such a target in the serving engine"
+        ) from error
 
 
 def refuse_other_attention(config: Any) -> None:

@@ -35,6 +35,9 @@ def init_from_target(draft: DSparkDraft, folder: str | Path) -> list[str]:
 
     Returns:
         Names of the draft's tensors that were set.
+
+    Raises:
+        ValueError: the target's last layers have no attention of the draft's kind.
     """
     path = Path(folder)
     config = draft.config
@@ -49,6 +52,11 @@ def init_from_target(draft: DSparkDraft, folder: str | Path) -> list[str]:
         for name in LAYER_WEIGHTS:
             sources[f"layers.{layer}.{name}"] = f"model.layers.{first + layer}.{name}"
     found = dict(_read(path, set(sources.values())))
+    if not any(".self_attn." in name for name in found):
+        raise ValueError(
+            f"draft.warm_start=True, but layers {first} to {last} of {str(path)!r} have no "
+            "self_attn.{q,k,v,o}_proj; allowed: false for such a target; set draft.warm_start=false"
+        )
     parameters = dict(draft.named_parameters())
     done = []
     for name, source in sources.items():

@@ -51,6 +51,50 @@ def test_geometry_comes_from_the_target():
     assert for_target(markov_rank=8, confidence_head_with_markov=False).confidence_features == 576
 
 
+LING = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "hidden_size": 160,
+    "intermediate_size": 320,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 6,
+    "head_dim": 128,
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6000000,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 6000000, "partial_rotary_factor": 0.5,
+    },
+    "partial_rotary_factor": 0.5,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def test_a_draft_for_ling_is_a_plain_one_of_its_width():
+    config = for_target(
+        LING, num_layers=5, block_size=16, architecture="LingDSparkModel", capture_last_layer=True
+    )
+    # Heads of 128 whatever the width; the dense layers' MLP, not an expert's.
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (160, 6, 128)
+    assert (config.num_key_value_heads, config.intermediate_size) == (6, 320)
+    assert config.target_layer_ids == (1, 11, 21, 31, 41)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 6000000}
+    assert inverse_frequencies(config)[0].numel() == 64
+    assert "partial_rotary_factor" not in config.to_hf()
+    assert DraftConfig.from_hf(config.to_hf()) == config
+    # Elsewhere a rotated share of the head is inherited.
+    plain = {key: value for key, value in LING.items() if key != "kv_lora_rank"}
+    assert for_target(plain).rope_parameters["partial_rotary_factor"] == 0.5
+
+
+def test_a_target_without_positions_lends_its_base_if_it_names_one():
+    target = {**LING, "use_mla_nope": True, "rope_parameters": None}
+    assert for_target(target).rope_parameters["rope_theta"] == 6000000
+    assert for_target({**target, "rope_theta": 7e5}).rope_parameters["rope_theta"] == 7e5
+
+
 def test_settings_of_the_draft_win_over_the_target():
     config = for_target(
         {**SMOLLM2, "head_dim": 32}, intermediate_size=100, target_layer_ids=(4, 2, 4),

@@ -96,3 +96,10 @@ def test_other_targets_are_refused(tmp_path: Path, cls: Any, config: Any, messag
     cls(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         TargetModel(tmp_path, (), torch.float32)
+
+
+def test_a_model_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bailing_hybrid"}')
+    with pytest.raises(ValueError, match=r"bailing_hybrid.*allowed:.*the serving engine") as caught:
+        TargetModel(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -55,6 +55,17 @@ def test_frozen_tensors_give_the_targets_own_logits(tmp_path, tied, shards):
     assert not target.embedding.requires_grad
 
 
+def test_frozen_tensors_are_found_under_lings_names(tmp_path):
+    names = ("model.word_embeddings.weight", "model.norm.weight", "lm_head.weight")
+    tensors = {name: torch.randn(V, H) for name in names}
+    tensors["model.norm.weight"] = torch.randn(H)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "bailing_hybrid"}')
+    target = FrozenTarget.load(tmp_path, torch.float32)
+    found = (target.embedding, target.final_norm, target.lm_head)
+    assert all(torch.equal(tensors[name], f) for name, f in zip(names, found, strict=True))
+
+
 def test_frozen_tensors_take_the_asked_type(tmp_path):
     make_target(tmp_path)
     target = FrozenTarget.load(tmp_path, torch.bfloat16)
@@ -126,3 +137,14 @@ def test_a_rank_above_the_width_leaves_columns_at_zero():
     found = leading_directions(torch.randn(30, 3), 5)
     assert found.shape == (30, 5)
     assert found[:, :3].any(0).all() and not found[:, 3:].any()
+
+
+def test_a_target_without_such_attention_is_refused(tmp_path):
+    make_target(tmp_path)
+    draft = draft_for(FrozenTarget.load(tmp_path, torch.float32))
+    before = {name: value.clone() for name, value in draft.named_parameters()}
+    path = tmp_path / "model.safetensors"
+    save_file({n.replace("self_attn", "attention"): t for n, t in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match=r"layers 3 to 4 .* set draft\.warm_start=false"):
+        init_from_target(draft, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in draft.named_parameters())

@@ -1,8 +1,8 @@
 """Run by test_random_weights in a process of its own: SGLang's models on folders of random weights.
 
 Usage: python sglang_load_process.py RESULTS_FILE FOLDER...; the file gets, as JSON, per folder the
-parameters that loading left unset and how many numbers the model and the checkpoint hold. SGLang
-keeps its server arguments and its process group in global state.
+parameters that loading left unset, the KDA layers, and how many numbers the model and the
+checkpoint hold. SGLang keeps its server arguments and its process group in global state.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def load(folder: Path) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
     return {
         "class": model_class.__name__,
+        "kda_layers": list(getattr(config, "linear_layer_ids", ())),
         "unset": [name for name, p in parameters.items() if p.isnan().any()],
         "float32": sorted(name for name, p in parameters.items() if p.dtype == torch.float32),
         "num_parameters": sum(p.numel() for p in parameters.values()),

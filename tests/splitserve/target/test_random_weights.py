@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from splitserve.target import random_weights
 from splitserve.target.byte_tokenizer import byte_tokenizer
 from splitserve.target.cache import MARKER
+from splitserve.target.info import kda_layers
 from splitserve.target.prepare import prepare_target
 from splitserve.target.random_weights import draw_apart, draw_weights, pieces, random_target
 from splitserve.target.tensors import LOGIT_SPREAD, TensorSpec, checkpoint_tensors
@@ -117,6 +118,11 @@ def test_sglang_loads_every_tensor_into_every_parameter(
     assert found["num_stored"] == found["num_parameters"] > 0
     stored = _read(folders[name])
     assert sum(t.numel() for t in stored.values()) == found["num_stored"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sglang_has_kda_in_the_same_layers(name: str, loaded: dict[str, Any]) -> None:
+    assert tuple(loaded[name]["kda_layers"]) == kda_layers(CASES[name])
 
 
 @pytest.mark.parametrize("name", CASES)
