@@ -444,3 +444,39 @@ def test_rows_that_lie_nowhere_are_refused(owner, writer) -> None:
     with pytest.raises(ValueError, match="only once"):
         writer.write_batch([BatchRows(slot, 0, 0, 2), BatchRows(slot, 2, 2, 2)], features, states)
     assert writer.rows_written(slot) == 0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no stream to wait for")
+def test_neither_writing_nor_reading_on_a_gpu_waits_for_it() -> None:
+    layout = replace(LAYOUT, num_shards=2)
+    owner = make_owner(1 << 16, layout)
+    writers, reader = attach_writers(owner), attach_reader(owner)
+    warm_up, *slots = (owner.allocate(9) for _ in range(3))
+    features, states = random_rows(18, layout)
+    ids, positions = token_ids(18).to(DEVICE), torch.arange(9, device=DEVICE).repeat(2)
+    # Opens the memory, pins the header table and loads kernels.
+    for writer in writers:
+        writer.write_rows(warm_up, 0, features[:9], states[:9], ids[:9])
+    settle()
+    reader.read(warm_up)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rows in (range(5), range(5, 9)):
+            first, count = rows[0], len(rows)
+            batch = [
+                BatchRows(slots[0], first, first, count),
+                BatchRows(slots[1], first, 9 + first, count),
+            ]
+            for writer in writers:
+                writer.write_batch(batch, features, states, ids, positions)
+        torch.cuda.set_sync_debug_mode("default")
+        settle()
+        torch.cuda.set_sync_debug_mode("error")
+        read = [reader.read(slot) for slot in slots]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(writer._pinned for writer in writers)
+    for slot, states_read, rows in zip(slots, read, (slice(9), slice(9, 18)), strict=True):
+        assert reader.check(slot, ids[rows].cpu()) is None
+        assert torch.equal(states_read.features, features[rows])
+    owner.close()
