@@ -155,8 +155,8 @@ class Attached:
         """None for a complete, finite slot, else the reason why it is not.
 
         With token ids [T], the rows must also be those of these tokens. "partial_capture" may
-        still become None while writes to a ring on a GPU are under way; any other reason stays.
-        Never waits for a GPU.
+        still become None while writes to a ring on a GPU are under way; another reason stays until
+        the sample is written anew. Never waits for a GPU.
         """
         try:
             headers = self._memory.headers(slot)

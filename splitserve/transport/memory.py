@@ -182,10 +182,7 @@ class DeviceMemory:
         """All of it, uint8 [num_bytes] on this process's index of the GPU."""
         assert self._open, f"memory of GPU {self.segment.gpu} is closed"
         if self._bytes is None:
-            array = _DeviceArray(self._pointer, self.segment.num_bytes)
-            # Memory that is first touched in inference mode must stay writable outside of it.
-            with torch.inference_mode(False):
-                self._bytes = torch.as_tensor(array, device=torch.device("cuda", self._index))
+            self._bytes = _device_tensor(self._pointer, self.segment.num_bytes, self._index)
         return self._bytes
 
     def close(self) -> None:
@@ -251,6 +248,13 @@ class _DeviceArray:
         }
 
 
+def _device_tensor(pointer: int, num_bytes: int, index: int) -> torch.Tensor:
+    # Memory that is first touched in inference mode must stay writable outside of it.
+    with torch.inference_mode(False):
+        array = _DeviceArray(pointer, num_bytes)
+        return torch.as_tensor(array, device=torch.device("cuda", index))
+
+
 # A process cannot open what it allocated itself, and opens what others allocated once only.
 _lock = threading.Lock()
 _allocated: dict[str, int] = {}
@@ -265,12 +269,9 @@ def _open(runtime: Any, segment: DeviceSegment) -> int:
     return int(_checked(runtime, what, runtime.cudaIpcOpenMemHandle, handle, flags))
 
 
-def _on_device(index: int, work: Callable[[Any], Any]) -> Any:
-    """Do the work with that GPU current.
-
-    The current GPU belongs to a thread. In a thread of its own nothing has to be put back, which
-    would start up a GPU that this process otherwise leaves alone.
-    """
+def _runtime() -> Any:
+    """CUDA's runtime interface."""
+    # Imported here: a machine without GPUs need not have it.
     try:
         from cuda.bindings import runtime
     except ImportError as error:
@@ -278,6 +279,16 @@ def _on_device(index: int, work: Callable[[Any], Any]) -> Any:
             f"shared GPU memory needs the package cuda-bindings ({error}): pip install "
             "cuda-bindings, or keep the ring in host memory"
         ) from error
+    return runtime
+
+
+def _on_device(index: int, work: Callable[[Any], Any]) -> Any:
+    """Do the work with that GPU current.
+
+    The current GPU belongs to a thread. In a thread of its own nothing has to be put back, which
+    would start up a GPU that this process otherwise leaves alone.
+    """
+    runtime = _runtime()
 
     def run() -> Any:
         _checked(runtime, f"use GPU {index}", runtime.cudaSetDevice, index)
