@@ -67,7 +67,7 @@ def load_tokenizer(path: str) -> Any:
     """The target's own tokenizer, from its folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def target_of(settings: RunSettings) -> TargetInfo:

@@ -175,7 +175,10 @@ def _read_tokenizer(folder: Path) -> tuple[int, bool, int | None]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # A config may name code of its own, and transformers would ask at the terminal for it.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise _missing(
             folder,

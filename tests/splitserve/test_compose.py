@@ -29,6 +29,8 @@ NEEDS = {
     "prompts": ["data.prompts=mine.jsonl"],
 }
 """What a group's file leaves to the user."""
+WITH_PROMPTS = ("smollm2_dspark",)
+"""Recipes that bring their prompts."""
 
 
 def refusal(arguments: list[str]) -> UserError:
@@ -50,9 +52,14 @@ def stored(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_composes(name: str) -> None:
-    settings = compose([f"recipe={name}"])
+    if name in WITH_PROMPTS:
+        settings = compose([f"recipe={name}"])
+        assert Path(settings.data.prompts).is_file()
+    else:
+        message = str(refusal([f"recipe={name}"]))
+        assert message.startswith("data.prompts=''") and "set data.prompts=FILE" in message
+        settings = compose([f"recipe={name}", "data.prompts=mine.jsonl"])
     assert settings.recipe == name
-    assert Path(settings.data.prompts).is_file()
 
 
 @pytest.mark.parametrize(

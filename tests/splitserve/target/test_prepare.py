@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from splitserve.run.plan import load_tokenizer
 from splitserve.target import package
 from splitserve.target.cache import MARKER
 from splitserve.target.info import capturable_layers, capture_convention, read_target
@@ -82,6 +83,20 @@ def test_each_missing_thing_is_named(tmp_path: Path, spoil, message: str) -> Non
     with pytest.raises(ValueError, match=message) as caught:
         prepare_target(path=str(folder))
     assert "target.path=" in str(caught.value) and "allowed:" in str(caught.value)
+
+
+def test_code_of_the_folder_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "n")
+    own = {"model_type": "not_known", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    folder = _write_folder(tmp_path / "m", {**CONFIG, **own})
+    (folder / "configuration_own.py").write_text("raise RuntimeError('ran')\n")
+    _write_tokenizer(folder, 20)
+    assert read_target(folder).tokenizer_len == 20
+    assert load_tokenizer(str(folder)).eos_token == "t3"
+    assert asked == []
 
 
 def test_a_folder_without_tokenizer_is_refused_unless_none_is_needed(tmp_path: Path) -> None:
