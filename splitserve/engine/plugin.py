@@ -165,13 +165,16 @@ def register() -> None:
 
     HookRegistry.register(FORWARD, Capture(config).after_forward, HookType.AFTER)
     if config.speculates:
-        from splitserve.engine import speculative
+        from splitserve.engine import renorm, speculative
 
         recorder = speculative.ProposalRecorder(config.control)
         HookRegistry.register(
             speculative.LOGITS_PROCESSOR, speculative.keep_last_states, HookType.AFTER
         )
         HookRegistry.register(speculative.OBSERVE, recorder.after_verify, HookType.AFTER)
+        if renorm.is_needed():
+            HookRegistry.register(renorm.TOP_K, renorm.top_k_renorm, HookType.REPLACE)
+            HookRegistry.register(renorm.TOP_P, renorm.top_p_renorm, HookType.REPLACE)
     if config.device == "cpu":
         _register_cpu(HookRegistry.register, HookType)
 
