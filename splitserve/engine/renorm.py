@@ -1,4 +1,4 @@
-"""Top-k and top-p of the verified distributions where FlashInfer, which SGLang calls, is missing."""
+"""Top-k and top-p of verified distributions where FlashInfer, which SGLang calls, is missing."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -14,21 +13,20 @@ from dspark.checkpoint import verify_export
 from serving.launch import launch_command
 from serving.version import require_sglang
 from splitserve.compose import compose, compose_resumed, recipe_label, split_overrides, to_yaml
-from splitserve.engine.base import EngineSpec
 from splitserve.errors import RunFailed
-from splitserve.run.coordinator import Coordinator, CoordinatorOptions, Outcome, log_path
+from splitserve.run.coordinator import Coordinator, CoordinatorOptions, Outcome
 from splitserve.run.display import Display, duration
 from splitserve.run.evaluations import Best, Evaluations, accept_length_of
 from splitserve.run.feeder import Feeder
 from splitserve.run.folder import RunFolder
-from splitserve.run.plan import Plan, evaluator_spec, make_plan
-from splitserve.run.process import ChildProcess, free_port
+from splitserve.run.plan import Plan, make_plan
 from splitserve.run.summary import print_summary
+from splitserve.run.workers import Workers, exchange_tensors
 from splitserve.settings import RunSettings
 from splitserve.trackers import make_tracker
 from splitserve.train.checkpoint import read_meta
-from splitserve.train.spec import TrainerSpec
 from splitserve.transport.ring import RingOwner
+from splitserve.transport.weights import DraftExchange
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -84,8 +82,9 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         plan.entries,
         plan.schedule,
         ring,
-        num_ranks=settings.layout.train_ranks,
+        num_ranks=settings.layout.num_ranks,
         micro_batch_size=settings.train.micro_batch_size,
+        row_tokens=settings.row_tokens,
         max_in_flight=settings.engine.max_in_flight,
         accept=plan.accept,
         first_step=first_step,
@@ -99,9 +98,15 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         num_steps=settings.train.steps,
         max_drop_fraction=settings.data.max_drop_fraction,
         max_restarts=settings.engine.max_restarts,
+        early_stop=settings.eval.early_stop,
         heartbeat_timeout_seconds=settings.layout.heartbeat_timeout_seconds,
     )
-    workers = _Workers(settings, folder, plan, ring, str(last or ""))
+    exchange = None
+    if settings.speculates:
+        gpu = plan.placement.target_names[0]
+        exchange = DraftExchange.create(exchange_tensors(plan.draft), gpu)
+    address = exchange.address if exchange else None
+    workers = Workers(settings, folder, plan, ring.address, address, str(last or ""))
     evaluations = Evaluations(best_so_far(folder))
     try:
         with Display(console, f"SplitServe  {settings.recipe}  {folder.path}") as display:
@@ -113,12 +118,14 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
                 display,
                 tracker,
                 workers.engine,
-                workers.evaluator,
+                None if settings.speculates else workers.evaluator,
                 workers.trainers,
             ).run()
     finally:
         tracker.finish()
         ring.close()
+        if exchange:
+            exchange.close()
 
 
 def best_so_far(folder: RunFolder) -> Best | None:
@@ -129,88 +136,6 @@ def best_so_far(folder: RunFolder) -> Best | None:
         if (path := folder.snapshots / f"step_{row['step']:06d}").is_dir()
     ]
     return max(found, key=lambda best: best.accept_length, default=None)
-
-
-class _Workers:
-    """Makes the worker processes of a run, each time with what it needs and no more."""
-
-    def __init__(
-        self, settings: RunSettings, folder: RunFolder, plan: Plan, ring: RingOwner, resume: str
-    ) -> None:
-        self._settings, self._folder, self._plan = settings, folder, plan
-        self._ring, self._resume = ring, resume
-
-    def _start(self, role: str, name: str, spec: Any, num_threads: int) -> ChildProcess:
-        environment = {
-            "OMP_NUM_THREADS": str(num_threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-        }
-        return ChildProcess(role, name, spec, log_path(self._folder, name), environment)
-
-    def engine(self) -> ChildProcess:
-        """The target half."""
-        settings, plan = self._settings, self._plan
-        engine = settings.engine
-        spec = EngineSpec(
-            target_path=plan.target.path,
-            layer_ids=plan.draft.target_layer_ids,
-            ring=self._ring.address,
-            kind=engine.kind,
-            dtype=settings.target.dtype,
-            device=settings.layout.device,
-            eos_token_ids=plan.target.eos_token_ids,
-            # Longer than a chunk, so that the self-check covers a prefill in two of them.
-            context_length=max(plan.max_tokens, engine.chunked_prefill_size) + 64,
-            kv_cache_tokens=engine.max_running_requests * (plan.max_tokens + 64),
-            chunked_prefill_size=engine.chunked_prefill_size,
-            max_running_requests=engine.max_running_requests,
-            submit_together=engine.submit_together,
-            num_threads=engine.num_threads,
-            port=engine.port,
-            log_file=str(log_path(self._folder, "sglang")),
-            selfcheck_tolerance=engine.selfcheck_tolerance,
-            start_timeout_seconds=engine.start_timeout_seconds,
-        )
-        return self._start("engine", "engine", spec, engine.num_threads)
-
-    def evaluator(self) -> ChildProcess:
-        """The embedded speculative decoder."""
-        spec = evaluator_spec(self._settings, self._plan)
-        return self._start("evaluator", "evaluator", spec, spec.num_threads)
-
-    def trainers(self) -> list[ChildProcess]:
-        """The draft half, one process per rank."""
-        settings, plan = self._settings, self._plan
-        layout = settings.layout
-        port = layout.master_port or free_port()
-        return [
-            self._start(
-                "trainer",
-                f"trainer-{rank}",
-                TrainerSpec(
-                    rank=rank,
-                    world_size=layout.train_ranks,
-                    master_port=port,
-                    device=layout.device,
-                    num_threads=layout.train_threads,
-                    target_path=plan.target.path,
-                    draft=plan.draft,
-                    objective=settings.objective,
-                    train=settings.train,
-                    warm_start=settings.draft.warm_start,
-                    seed=settings.seed,
-                    eval_every=settings.eval.every,
-                    ring=self._ring.address,
-                    checkpoints=str(self._folder.checkpoints.resolve()),
-                    snapshots=str(self._folder.snapshots.resolve()),
-                    resume_from=self._resume,
-                    collective_timeout_seconds=layout.collective_timeout_seconds,
-                ),
-                layout.train_threads,
-            )
-            for rank in range(layout.train_ranks)
-        ]
 
 
 def _finish(

@@ -1,0 +1,164 @@
+"""The worker processes of a run, each made with what it needs and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.checkpoint import save_draft
+from dspark.config import DraftConfig
+from dspark.initial import initial_draft
+from dspark.model import DSparkDraft
+from splitserve.engine.base import EngineSpec
+from splitserve.run.coordinator import log_path
+from splitserve.run.folder import RunFolder
+from splitserve.run.memory import memory_fraction
+from splitserve.run.plan import Plan, evaluator_spec, longest_request
+from splitserve.run.process import ChildProcess, free_port
+from splitserve.settings import RunSettings
+from splitserve.train.spec import TrainerSpec
+from splitserve.transport.layout import RingAddress
+from splitserve.transport.weights import ExchangeAddress, TensorEntry
+
+FIRST_DRAFT = "first_draft"
+"""In the run folder: the draft that an engine starts with, before it is given newer weights."""
+
+
+def exchange_tensors(config: DraftConfig) -> list[TensorEntry]:
+    """Every tensor of a draft as it is served: bfloat16, the confidence head in float32."""
+    with torch.device("meta"):
+        draft = DSparkDraft(config)
+    return [
+        (
+            name,
+            tuple(parameter.shape),
+            "float32" if name.startswith("confidence_head.") else "bfloat16",
+        )
+        for name, parameter in draft.named_parameters()
+    ]
+
+
+class Workers:
+    """Makes the worker processes of a run, each time with what it needs and no more."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        folder: RunFolder,
+        plan: Plan,
+        ring: RingAddress,
+        exchange: ExchangeAddress | None,
+        resume: str,
+    ) -> None:
+        self._settings, self._folder, self._plan = settings, folder, plan
+        self._ring, self._exchange, self._resume = ring, exchange, resume
+
+    def _start(
+        self, role: str, name: str, spec: Any, num_threads: int, gpus: Mapping[str, str]
+    ) -> ChildProcess:
+        environment = {
+            "OMP_NUM_THREADS": str(num_threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            **gpus,
+        }
+        return ChildProcess(role, name, spec, log_path(self._folder, name), environment)
+
+    def engine(self) -> ChildProcess:
+        """The target half."""
+        settings, plan = self._settings, self._plan
+        engine = settings.engine
+        longest = longest_request(self._settings, plan)
+        spec = EngineSpec(
+            target_path=plan.target.path,
+            layer_ids=plan.draft.target_layer_ids,
+            ring=self._ring,
+            kind=engine.kind,
+            dtype=settings.target.dtype,
+            device=settings.layout.device,
+            eos_token_ids=plan.target.eos_token_ids,
+            # Longer than a chunk, so that the self-check covers a prefill in two of them.
+            context_length=max(longest, engine.chunked_prefill_size) + 64,
+            kv_cache_tokens=engine.kv_cache_tokens or engine.max_running_requests * (longest + 64),
+            chunked_prefill_size=engine.chunked_prefill_size,
+            max_running_requests=engine.max_running_requests,
+            submit_together=engine.submit_together,
+            num_threads=engine.num_threads,
+            port=engine.port,
+            log_file=str(log_path(self._folder, "sglang")),
+            selfcheck_tolerance=engine.selfcheck_tolerance,
+            tp_size=max(1, len(plan.placement.target)),
+            attention_backend=engine.attention_backend,
+            mixed_chunk=engine.mixed_chunk,
+            cuda_graph_batch_sizes=tuple(engine.cuda_graph_batch_sizes),
+            memory_fraction=memory_fraction(self._settings, plan.memory),
+            draft_path=self._first_draft() if self._settings.speculates else "",
+            evaluation=evaluator_spec(self._settings, plan) if self._settings.speculates else None,
+            exchange=self._exchange,
+            start_timeout_seconds=engine.start_timeout_seconds,
+        )
+        return self._start(
+            "engine", "engine", spec, engine.num_threads, plan.placement.engine_environment()
+        )
+
+    def _first_draft(self) -> str:
+        """Folder of the draft that an engine starts with: the checkpoint's, or a new one."""
+        if self._resume:
+            return str(Path(self._resume) / "draft")
+        folder = self._folder.path.resolve() / FIRST_DRAFT
+        if not folder.is_dir():
+            settings, plan = self._settings, self._plan
+            warm = plan.target.path if settings.draft.warm_start else ""
+            draft = initial_draft(plan.draft, settings.seed, warm)
+            save_draft(folder, plan.draft, dict(draft.state_dict()))
+        return str(folder)
+
+    def evaluator(self) -> ChildProcess:
+        """The embedded speculative decoder."""
+        spec = evaluator_spec(self._settings, self._plan)
+        return self._start(
+            "evaluator",
+            "evaluator",
+            spec,
+            spec.num_threads,
+            self._plan.placement.trainer_environment(0),
+        )
+
+    def trainers(self) -> list[ChildProcess]:
+        """The draft half, one process per rank."""
+        settings, plan = self._settings, self._plan
+        layout = settings.layout
+        port = layout.master_port or free_port()
+        return [
+            self._start(
+                "trainer",
+                f"trainer-{rank}",
+                TrainerSpec(
+                    rank=rank,
+                    world_size=layout.num_ranks,
+                    master_port=port,
+                    # Of the GPUs that a rank sees, its own is the first.
+                    device="cuda:0" if layout.on_gpu else "cpu",
+                    num_threads=layout.train_threads,
+                    target_path=plan.target.path,
+                    draft=plan.draft,
+                    objective=settings.objective,
+                    train=settings.train,
+                    row_tokens=settings.row_tokens,
+                    warm_start=settings.draft.warm_start,
+                    seed=settings.seed,
+                    eval_every=settings.eval.every,
+                    ring=self._ring,
+                    checkpoints=str(self._folder.checkpoints.resolve()),
+                    snapshots=str(self._folder.snapshots.resolve()),
+                    resume_from=self._resume,
+                    collective_timeout_seconds=layout.collective_timeout_seconds,
+                ),
+                layout.train_threads,
+                plan.placement.trainer_environment(rank),
+            )
+            for rank in range(layout.num_ranks)
+        ]
