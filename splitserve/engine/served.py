@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,10 @@ import torch
 
 from dspark.checkpoint import load_draft
 from dspark.proposal import proposal_margins
-from dspark.report import AcceptReport
 from dspark.target import FrozenTarget
+from serving.measure import Answer, measure
 from splitserve.engine.base import EngineError
-from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
+from splitserve.eval.spec import EvaluatorSpec
 from splitserve.messages import EVALUATION, Evaluate, Evaluated, Rejected, Sampling
 
 if TYPE_CHECKING:
@@ -53,7 +52,15 @@ class ServedEvaluator:
         temperatures = spec.final_temperatures if request.full else spec.temperatures
         reports = []
         for temperature in temperatures:
-            report = await self._report(request.step, temperature, facts, len(margins))
+            report = await measure(
+                self._decode,
+                spec.prompts,
+                block_size=len(margins),
+                temperature=temperature,
+                max_new_tokens=spec.max_new_tokens,
+                concurrency=spec.batch_size,
+                settings={"draft_step": request.step, "dtype": spec.dtype, **facts},
+            )
             report.timings["hot_update_seconds"] = update.seconds
             reports.append(report.to_dict())
         return {"full": request.full, "reports": reports}
@@ -88,54 +95,9 @@ class ServedEvaluator:
             draft, self._frozen.embedding, self._frozen.lm_head, features, tokens
         )
 
-    async def _report(
-        self, step: int, temperature: float, facts: dict[str, Any], block_size: int
-    ) -> AcceptReport:
-        spec = self._spec
-        settings = {
-            "temperature": temperature,
-            "rule": "greedy" if temperature == 0.0 else "token-by-token rejection sampling",
-            "max_new_tokens": spec.max_new_tokens,
-            "draft_step": step,
-            "decoder": "served",
-            "dtype": spec.dtype,
-            "max_running_prompts": spec.batch_size,
-            **facts,
-        }
-        report = AcceptReport(block_size, settings)
-        places = asyncio.Semaphore(spec.batch_size)
-        started = time.monotonic()
-        answers = await asyncio.gather(
-            *(self._decode(prompt, temperature, places) for prompt in spec.prompts)
-        )
-        token_seconds = []
-        for prompt, (meta, seconds) in zip(spec.prompts, answers, strict=True):
-            report.add_served(prompt.domain, *served_counts(meta))
-            if (following := meta["completion_tokens"] - 1) > 0:
-                token_seconds.append(seconds / following)
-        report.timings["wall_seconds"] = time.monotonic() - started
-        if token_seconds:
-            report.timings["mean_tpot_ms"] = 1e3 * sum(token_seconds) / len(token_seconds)
-        return report
-
     async def _decode(
-        self, prompt: EvalPrompt, temperature: float, places: asyncio.Semaphore
-    ) -> tuple[dict[str, Any], float]:
-        sampling = Sampling(temperature=temperature, max_new_tokens=self._spec.max_new_tokens)
-        async with places:
-            rid = f"splitserve-eval:{next(self._count)}"
-            answer, first, last = await self._engine.decode(prompt.token_ids, sampling, rid)
-        return answer["meta_info"], last - first
-
-
-def served_counts(meta: dict[str, Any]) -> tuple[Sequence[int], int]:
-    """From a request's `meta_info`: rounds by accepted drafts, and tokens that rounds committed.
-
-    Source: SGLang 0.5.23, srt/managers/tokenizer_manager.py. The first token is the prefill's.
-    """
-    histogram = meta.get("spec_correct_drafts_histogram") or ()
-    if sum(histogram) != (meta.get("spec_verify_ct") or 0):
-        raise EngineError(
-            f"SGLang reports {meta.get('spec_verify_ct')} rounds and a histogram of {histogram}"
-        )
-    return histogram, max(0, int(meta["completion_tokens"]) - 1) if histogram else 0
+        self, token_ids: Sequence[int], temperature: float, max_new_tokens: int
+    ) -> Answer:
+        sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+        rid = f"splitserve-eval:{next(self._count)}"
+        return await self._engine.decode(token_ids, sampling, rid)

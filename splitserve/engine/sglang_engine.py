@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from serving.measure import Answer
 from serving.version import require_sglang
 from splitserve.engine.arguments import (
     MAIN_RING,
@@ -190,13 +191,12 @@ class SGLangEngine:
             result = Rejected(name, slot, f"engine_error: {type(error).__name__}: {error}")
         self._sink(result)
 
-    async def decode(
-        self, token_ids: Sequence[int], sampling: Sampling, rid: str
-    ) -> tuple[dict[str, Any], float, float]:
-        """One response as SGLang gives it, and when its first and last token came (monotonic).
+    async def decode(self, token_ids: Sequence[int], sampling: Sampling, rid: str) -> Answer:
+        """One response as SGLang gives it, with the times of its tokens.
 
         Raises EngineError if SGLang gives the request up.
         """
+        asked = time.monotonic()
         stream = await self._engine.async_generate(
             input_ids=list(token_ids),
             sampling_params=self._sampling_params(sampling),
@@ -211,7 +211,7 @@ class SGLangEngine:
         kind, detail = ("unknown", "no answer") if answer is None else _finish(answer)
         if answer is None or kind not in ("stop", "length"):
             raise EngineError(f"the target gave request {rid} up: {kind}: {detail}")
-        return answer, first, last
+        return Answer(answer["meta_info"], asked, first, last)
 
     async def update_draft(self, step: int, folder: str) -> DraftUpdate:
         """Give the running engine the draft of that step; requests go on where they are.

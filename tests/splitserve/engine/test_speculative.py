@@ -13,10 +13,8 @@ from safetensors.torch import save_file
 
 from splitserve.engine import renorm
 from splitserve.engine.arguments import engine_arguments, graph_batch_sizes
-from splitserve.engine.base import EngineError
 from splitserve.engine.control import ControlBlock, DraftSource
 from splitserve.engine.draft_loader import draft_tag, load_draft
-from splitserve.engine.served import served_counts
 from splitserve.engine.speculative import ProposalRecorder, keep_last_states, proposal_rid
 from splitserve.transport.ring import RingOwner
 
@@ -107,18 +105,6 @@ def test_states_before_the_lm_head_are_kept() -> None:
     processor = SimpleNamespace(keep_last_hidden_states=False)
     keep_last_states(None, processor, object(), skip_all_gather=True)
     assert processor.keep_last_hidden_states
-
-
-def test_counts_of_a_request() -> None:
-    meta = {
-        "completion_tokens": 10,
-        "spec_verify_ct": 4,
-        "spec_correct_drafts_histogram": [2, 0, 1, 1],
-    }
-    assert served_counts(meta) == ([2, 0, 1, 1], 9)
-    assert served_counts({"completion_tokens": 1}) == ((), 0)
-    with pytest.raises(EngineError, match="5 rounds"):
-        served_counts({**meta, "spec_verify_ct": 5})
 
 
 @pytest.mark.parametrize(

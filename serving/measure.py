@@ -1,0 +1,125 @@
+"""Accept length and speed of a served target, from what SGLang says of each request.
+
+Per request, never from the server's running average: that one is cumulative since the start, and
+advances only when SGLang writes a log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dspark.report import AcceptReport
+
+
+class ServedPrompt(Protocol):
+    """A prompt to be answered."""
+
+    @property
+    def domain(self) -> str:
+        """Under which it is counted."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answered request."""
+
+    meta: dict[str, Any]
+    """SGLang's `meta_info` of the finished request."""
+    asked: float
+    """When it was handed over, seconds of a monotonic clock."""
+    first: float
+    """When its first token came."""
+    last: float
+    """When its last token came."""
+
+
+Decode = Callable[[Sequence[int], float, int], Awaitable[Answer]]
+"""Answers (token ids, temperature, max_new_tokens)."""
+
+
+async def measure(
+    decode: Decode,
+    prompts: Sequence[ServedPrompt],
+    *,
+    block_size: int,
+    temperature: float,
+    max_new_tokens: int,
+    concurrency: int,
+    settings: dict[str, Any],
+) -> AcceptReport:
+    """Answer every prompt, at most `concurrency` at a time, and count.
+
+    Args:
+        block_size: drafts in a round; with 0 the target decodes alone and only times are taken.
+        settings: what else the figures depend on, for the report.
+
+    Returns:
+        the counts, and as `timings`: wall_seconds, output_tokens_per_second, mean_ttft_ms,
+        mean_tpot_ms and median_tpot_ms (per request: time after the first token by the tokens
+        after it).
+
+    Raises:
+        ValueError: SGLang's counts of a request contradict each other, or do not fit the block.
+    """
+    report = AcceptReport(
+        block_size,
+        {
+            "temperature": temperature,
+            "rule": "greedy" if temperature == 0.0 else "token-by-token rejection sampling",
+            "max_new_tokens": max_new_tokens,
+            "concurrency": concurrency,
+            "decoder": "served",
+            **settings,
+        },
+    )
+    places = asyncio.Semaphore(concurrency)
+
+    async def answer(prompt: ServedPrompt) -> Answer:
+        async with places:
+            return await decode(prompt.token_ids, temperature, max_new_tokens)
+
+    started = time.monotonic()
+    answers = await asyncio.gather(*(answer(prompt) for prompt in prompts))
+    wall = time.monotonic() - started
+    for prompt, item in zip(prompts, answers, strict=True):
+        report.add_served(prompt.domain, *round_counts(item.meta))
+    tpot = [
+        1e3 * (item.last - item.first) / (tokens - 1)
+        for item in answers
+        if (tokens := item.meta["completion_tokens"]) > 1
+    ]
+    report.timings = {
+        "wall_seconds": wall,
+        "output_tokens_per_second": sum(a.meta["completion_tokens"] for a in answers) / wall,
+        "mean_ttft_ms": 1e3 * statistics.fmean(a.first - a.asked for a in answers),
+        "mean_tpot_ms": statistics.fmean(tpot) if tpot else 0.0,
+        "median_tpot_ms": statistics.median(tpot) if tpot else 0.0,
+    }
+    return report
+
+
+def round_counts(meta: dict[str, Any]) -> tuple[Sequence[int], int]:
+    """From a request's `meta_info`: rounds by accepted drafts, and tokens that rounds committed.
+
+    The first token is the prefill's and belongs to no round.
+    Source: SGLang 0.5.23, srt/managers/tokenizer_manager.py.
+
+    Raises:
+        ValueError: the number of rounds is not the histogram's sum.
+    """
+    histogram = meta.get("spec_correct_drafts_histogram") or ()
+    if sum(histogram) != (meta.get("spec_verify_ct") or 0):
+        raise ValueError(
+            f"SGLang reports {meta.get('spec_verify_ct')} rounds and a histogram of {histogram}; "
+            "allowed: equal sums; measure with the supported SGLang"
+        )
+    return histogram, max(0, int(meta["completion_tokens"]) - 1) if histogram else 0
