@@ -229,6 +229,21 @@ class Coordinator:
         else:
             raise AssertionError(f"{child.name} sent {message!r}")
 
+    def _rates(self) -> dict[str, float]:
+        """Who waits for whom, and what flows, since the run began."""
+        counters, ring = self._feeder.counters, self._feeder.ring
+        up = max(1e-9, self._progress.engine_up_seconds)
+        samples = self._feeder.schedule.global_batch_size * (
+            self._progress.step - self._progress.first_step
+        )
+        return {
+            **self._progress.rates(),
+            "samples_per_second": samples / max(1e-9, self._progress.training_seconds()),
+            "target_tokens_per_second": (counters.generated_tokens + counters.taught_tokens) / up,
+            "answers_per_second": counters.generated / up,
+            "ring_fill": ring.used_bytes / ring.capacity_bytes,
+        }
+
     def _evaluated(self, message: Evaluated) -> None:
         self._folder.write_eval(message.step, message.report)
         if self._final_asked:

@@ -30,6 +30,7 @@ class Progress:
     engine_idle_seconds: float = 0.0
     trainer_wait_seconds: float = 0.0
     trainer_step_seconds: float = 0.0
+    _ready_at: float | None = None
     _last_tick: float = field(default_factory=time.monotonic)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
@@ -46,6 +47,7 @@ class Progress:
         """A rank is about to ask for its first batch."""
         self.first_step = self.step = message.next_step
         self.num_parameters = message.num_parameters
+        self._ready_at = time.monotonic()
 
     def step_done(self, message: StepDone) -> None:
         """Take rank 0's word for the pace; the ranks move together."""
@@ -64,6 +66,10 @@ class Progress:
         if not self._recent:
             return None
         return (self.num_steps - self.step) * sum(self._recent) / len(self._recent)
+
+    def training_seconds(self) -> float:
+        """Since the trainers were ready."""
+        return 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
 
     def trainer_wait_fraction(self) -> float:
         """Share of the trainers' time that was spent waiting for data."""

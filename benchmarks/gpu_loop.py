@@ -1,0 +1,187 @@
+"""Figures of a finished run on GPUs: `python -m benchmarks.gpu_loop STEP --run FOLDER ...`.
+
+Steps, each a process of its own since each loads a target:
+
+    plain      the target alone in SGLang: TPOT of one request at a time
+    cold       the exported draft in a newly started SGLang: accept length, TPOT
+    embedded   the exported draft by the embedded decoder, on the same prompts, greedy
+    record     puts what the steps left in the run folder together with the run's own figures
+
+The steps write `bench_STEP.json` into the run folder, `record` a file in `benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo_cpu import run_figures
+from benchmarks.record import write_record
+from splitserve.compose import compose_resumed
+from splitserve.eval.spec import EvaluatorSpec
+from splitserve.run.folder import CONFIG_NAME, EVALS_NAME, METRICS_NAME, RunFolder, read_json_lines
+from splitserve.run.plan import evaluator_spec, longest_request, make_plan
+from splitserve.settings import RunSettings
+
+STEPS = ("plain", "cold", "embedded")
+
+
+def load(run: Path) -> tuple[RunSettings, EvaluatorSpec, int]:
+    """The run's settings, what it measured with, and its longest request."""
+    settings = replace(compose_resumed(run / CONFIG_NAME, []), resume=True)
+    plan = make_plan(settings)
+    return settings, evaluator_spec(settings, plan), longest_request(settings, plan)
+
+
+def served(run: Path, *, with_draft: bool, num_single: int, single_tokens: int) -> dict[str, Any]:
+    """Accept length on every held-out prompt, and times of `num_single` of them one by one."""
+    from dspark.checkpoint import read_config
+    from serving.measure import measure
+    from serving.offline import OfflineEngine, OfflineSettings
+
+    settings, spec, longest = load(run)
+    export = str(RunFolder(run).export.resolve())
+    engine_settings = OfflineSettings(
+        target_path=spec.target_path,
+        draft_path=export if with_draft else "",
+        dtype=spec.dtype,
+        context_length=max(longest, settings.engine.chunked_prefill_size) + 64,
+        max_running_requests=settings.engine.max_running_requests,
+        attention_backend=settings.engine.attention_backend,
+        memory_fraction=0.5,
+    )
+    block_size = read_config(export).block_size if with_draft else 0
+    found: dict[str, Any] = {}
+    with OfflineEngine(engine_settings, spec.eos_token_ids) as engine:
+        found["start_seconds"] = engine.start_seconds
+        common: dict[str, Any] = {"block_size": block_size, "temperature": 0.0, "settings": {}}
+        # One pass first: what the measured one meets must be compiled by then.
+        for name in ("warm", "all"):
+            report = engine.run(
+                measure(
+                    engine.decode,
+                    spec.prompts,
+                    max_new_tokens=spec.max_new_tokens,
+                    concurrency=spec.batch_size,
+                    **common,
+                )
+            )
+            found[name] = report.to_dict()
+        single = spec.prompts[:: max(1, len(spec.prompts) // num_single)][:num_single]
+        report = engine.run(
+            measure(engine.decode, single, max_new_tokens=single_tokens, concurrency=1, **common)
+        )
+        found["single"] = report.to_dict()
+    return found
+
+
+def embedded(run: Path) -> dict[str, Any]:
+    """The report of the embedded decoder, greedy, on every held-out prompt."""
+    from splitserve.eval.measure import evaluate_draft
+
+    _, spec, _ = load(run)
+    export = str(RunFolder(run).export.resolve())
+    return evaluate_draft(replace(spec, num_threads=8), export, full=False)["reports"][0]
+
+
+def loop_figures(run: Path) -> dict[str, float]:
+    """What the run itself measured: accept lengths by step, who waited, rates, updates."""
+    figures = run_figures(run)
+    rows = list(read_json_lines(run / METRICS_NAME))
+    train = [row for row in rows if row["kind"] == "train"]
+    finished = [row for row in rows if row["kind"] == "finished"][-1]
+    for row in read_json_lines(run / EVALS_NAME):
+        if not row["report"]["full"]:
+            report = row["report"]["reports"][0]
+            length = report["domains"]["all"]["accept_length"]
+            figures[f"accept_length_step_{row['step']}"] = length
+    reports = [
+        report for row in read_json_lines(run / EVALS_NAME) for report in row["report"]["reports"]
+    ]
+    updates = [r["timings"]["hot_update_seconds"] for r in reports if "timings" in r]
+    figures["hot_update_seconds"] = statistics.median(updates)
+    figures["hot_updates_from_device"] = sum(
+        r["settings"].get("draft_source") == "device" for r in reports
+    )
+    figures["largest_proposal_margin_logits"] = max(
+        r["settings"].get("proposal_margin", 0.0) for r in reports
+    )
+    busy = finished["trainer_step_seconds"] + finished["trainer_wait_seconds"]
+    figures["trainer_wait_fraction"] = finished["trainer_wait_seconds"] / busy
+    figures["engine_idle_fraction"] = (
+        finished["engine_idle_seconds"] / finished["engine_up_seconds"]
+    )
+    last = train[-1]
+    for name in (
+        "samples_per_second",
+        "target_tokens_per_second",
+        "answers_per_second",
+        "ring_fill",
+    ):
+        if name in last:
+            figures[name] = last[name]
+    return figures
+
+
+def record(run: Path, name: str, extra: Sequence[Path], command: str) -> None:
+    """Write the record of a finished run with what its steps have measured."""
+    figures: dict[str, Any] = loop_figures(run)
+    figures["accept_length_served"] = figures["accept_length_end"]
+    for step in STEPS:
+        path = run / f"bench_{step}.json"
+        if not path.is_file():
+            continue
+        found = json.loads(path.read_text())
+        if step == "embedded":
+            figures["accept_length_embedded"] = found["domains"]["all"]["accept_length"]
+            continue
+        prefix = "plain_" if step == "plain" else ""
+        figures[f"{prefix}mean_tpot_ms"] = found["single"]["timings"]["mean_tpot_ms"]
+        figures[f"{prefix}loaded_mean_tpot_ms"] = found["all"]["timings"]["mean_tpot_ms"]
+        figures[f"{prefix}output_tokens_per_second"] = found["all"]["timings"][
+            "output_tokens_per_second"
+        ]
+        if step == "cold":
+            domains = found["all"]["domains"]
+            figures["accept_length_cold_start"] = domains["all"]["accept_length"]
+            figures["accept_length_single"] = found["single"]["domains"]["all"]["accept_length"]
+    for path in extra:
+        figures |= json.loads(path.read_text())["figures"]
+    write_record(name, figures, command=command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("step", choices=[*STEPS, "record"])
+    parser.add_argument("--run", type=Path, required=True, help="folder of the finished run")
+    parser.add_argument("--num-single", type=int, default=40, help="prompts answered one by one")
+    parser.add_argument("--single-tokens", type=int, default=256, help="longest answer of those")
+    parser.add_argument("--name", default="gpu1_smollm2", help="name of the record")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
+    parser.add_argument("--command", default="", help="the command that made the run")
+    options = parser.parse_args(argv)
+    if options.step == "record":
+        record(options.run, options.name, options.add, options.command)
+        return 0
+    if options.step == "embedded":
+        found = embedded(options.run)
+    else:
+        found = served(
+            options.run,
+            with_draft=options.step == "cold",
+            num_single=options.num_single,
+            single_tokens=options.single_tokens,
+        )
+    (options.run / f"bench_{options.step}.json").write_text(json.dumps(found))
+    print(json.dumps(found)[:2000])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
