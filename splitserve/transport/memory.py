@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class HostMemory:
         self.num_bytes = os.fstat(descriptor).st_size
         self.buffer = mmap.mmap(descriptor, self.num_bytes)
         self._descriptor = -1
-        self._registered_on = -1
+        self._unregister: weakref.finalize | None = None
         # Memory that is first touched in inference mode must stay writable outside of it.
         with torch.inference_mode(False):
             self._bytes: torch.Tensor | None = torch.frombuffer(self.buffer, dtype=torch.uint8)
@@ -75,36 +76,30 @@ class HostMemory:
 
     def register(self, device: torch.device, num_bytes: int) -> bool:
         """Pin the first bytes, so that copies from that GPU need not wait; whether it worked."""
-        if self._registered_on >= 0:
+        if self._unregister is not None:
             return True
         assert num_bytes % mmap.PAGESIZE == 0, f"{num_bytes} bytes are not whole pages"
         index, pointer = _index(device), self.bytes.data_ptr()
 
         def register(runtime: Any) -> None:
-            flags = runtime.cudaHostRegisterPortable
-            _checked(
-                runtime, "pin shared memory", runtime.cudaHostRegister, pointer, num_bytes, flags
-            )
+            call, flags = runtime.cudaHostRegister, runtime.cudaHostRegisterPortable
+            _checked(runtime, "pin shared memory", call, pointer, num_bytes, flags)
 
         try:
             _on_device(index, register)
         except DeviceMemoryError as error:
             logger.warning("%s; every write to the ring waits for the GPU instead", error)
             return False
-        self._registered_on = index
+        # CUDA would go on writing to these pages, whatever is mapped at their place later.
+        self._unregister = weakref.finalize(self, _unregister, index, pointer)
+        self._unregister.atexit = False
         return True
 
     def close(self) -> None:
         """Let go of it. While a tensor looks into it, the mapping lasts as long as that tensor."""
-        if self._registered_on >= 0:
-            pointer = self.bytes.data_ptr()
-
-            def unregister(runtime: Any) -> None:
-                _checked(runtime, "wait for the GPU", runtime.cudaDeviceSynchronize)
-                _checked(runtime, "unpin shared memory", runtime.cudaHostUnregister, pointer)
-
-            index, self._registered_on = self._registered_on, -1
-            _on_device(index, unregister)
+        if self._unregister is not None:
+            self._unregister()
+            self._unregister = None
         self._bytes = None
         with contextlib.suppress(BufferError):
             self.buffer.close()
@@ -259,6 +254,16 @@ def _device_tensor(pointer: int, num_bytes: int, index: int) -> torch.Tensor:
 _lock = threading.Lock()
 _allocated: dict[str, int] = {}
 _opened: dict[str, tuple[int, int]] = {}
+
+
+def _unregister(index: int, pointer: int) -> None:
+    """Unpin host memory once nothing is under way to it."""
+
+    def unregister(runtime: Any) -> None:
+        _checked(runtime, "wait for the GPU", runtime.cudaDeviceSynchronize)
+        _checked(runtime, "unpin shared memory", runtime.cudaHostUnregister, pointer)
+
+    _on_device(index, unregister)
 
 
 def _open(runtime: Any, segment: DeviceSegment) -> int:

@@ -6,6 +6,7 @@ What CUDA itself does is tested on a GPU: the other files here, with SPLITSERVE_
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from enum import IntEnum
 
@@ -14,7 +15,7 @@ import torch
 from transport_testing import LAYOUT, random_rows, token_ids
 
 from splitserve.transport import memory
-from splitserve.transport.memory import DeviceMemory, DeviceMemoryError
+from splitserve.transport.memory import DeviceMemory, DeviceMemoryError, HostMemory
 from splitserve.transport.ring import RingLayout, RingOwner, RingReader, RingWriter
 from splitserve.transport.weights import DraftExchange
 
@@ -46,6 +47,7 @@ class FakeRuntime:
         self.calls: list[tuple[str, int]] = []
         self.blocks: dict[int, ctypes.Array] = {}
         self.mapped: list[int] = []
+        self.pinned: dict[int, int] = {}
         self.full_gpu = -1
         self._current = threading.local()
 
@@ -86,6 +88,18 @@ class FakeRuntime:
     def cudaIpcCloseMemHandle(self, pointer: int):  # noqa: N802
         self._note("close")
         self.mapped.remove(pointer)
+        return (Errors.cudaSuccess,)
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int):  # noqa: N802
+        assert flags == self.cudaHostRegisterPortable
+        if self._note("pin") == self.full_gpu:
+            return (Errors.cudaErrorMemoryAllocation,)
+        self.pinned[pointer] = num_bytes
+        return (Errors.cudaSuccess,)
+
+    def cudaHostUnregister(self, pointer: int):  # noqa: N802
+        self._note("unpin")
+        del self.pinned[pointer]
         return (Errors.cudaSuccess,)
 
     def cudaDeviceSynchronize(self):  # noqa: N802
@@ -188,6 +202,31 @@ def test_a_full_gpu_is_told_and_leaves_nothing_behind(runtime) -> None:
     assert ("clear", 1) in runtime.calls
     assert not runtime.blocks
     assert not memory._allocated
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_pinned_memory_is_unpinned_before_it_goes(runtime, closed: bool) -> None:
+    host = HostMemory.create("test", 3 * mmap.PAGESIZE)
+    pointer = host.bytes.data_ptr()
+    assert host.register(torch.device("cuda", 1), 2 * mmap.PAGESIZE)
+    assert host.register(torch.device("cuda", 1), 2 * mmap.PAGESIZE)
+    assert runtime.pinned == {pointer: 2 * mmap.PAGESIZE}
+    if closed:
+        host.close()
+        host.close()
+    del host
+    assert not runtime.pinned
+    assert runtime.calls == [("pin", 1), ("wait", 1), ("unpin", 1)]
+
+
+def test_memory_that_cannot_be_pinned_is_told_once_and_works(runtime, caplog) -> None:
+    runtime.full_gpu = 0
+    host = HostMemory.create("test", mmap.PAGESIZE)
+    assert not host.register(torch.device("cuda", 0), mmap.PAGESIZE)
+    assert "waits for the GPU instead" in caplog.text
+    host.bytes[5] = 7
+    host.close()
+    assert ("unpin", 0) not in runtime.calls
 
 
 def test_a_draft_on_a_gpu_is_handed_over_and_given_back(runtime) -> None:
