@@ -24,6 +24,14 @@ from splitserve.transport.ring import (
     RingWriter,
 )
 
+
+@pytest.fixture
+def owner():
+    ring = make_owner(LAYOUT.slot_bytes(8) * 4)
+    yield ring
+    ring.close()
+
+
 # --- where things lie -----------------------------------------------------------------------------
 
 

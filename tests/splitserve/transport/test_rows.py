@@ -22,11 +22,33 @@ from transport_testing import (
 from splitserve.transport.layout import HEADER_BYTES
 from splitserve.transport.ring import (
     BatchRows,
+    RingOwner,
     RingReader,
     RingWriter,
     RowWidthError,
     StaleSlotError,
 )
+
+
+@pytest.fixture
+def owner():
+    ring = make_owner(LAYOUT.slot_bytes(8) * 4)
+    yield ring
+    ring.close()
+
+
+@pytest.fixture
+def writer(owner: RingOwner):
+    attached = RingWriter.attach(owner.address)
+    yield attached
+    attached.close()
+
+
+@pytest.fixture
+def reader(owner: RingOwner):
+    attached = attach_reader(owner)
+    yield attached
+    attached.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
