@@ -67,12 +67,13 @@ def place(layout: LayoutSettings, machine: Sequence[Gpu] | None = None) -> Place
     for field in ("target", "train"):
         wanted = getattr(layout, field)
         if missing := [number for number in wanted if number >= len(gpus)]:
-            have = f"0 to {len(gpus) - 1}" if gpus else "none: torch sees no GPU here"
             raise UserError(
                 f"layout.{field}",
                 wanted,
-                have,
-                f"take a layout without GPU {missing[0]} (layout=gpu1 for one), or layout=cpu",
+                f"0 to {len(gpus) - 1}" if gpus else "none: torch sees no GPU here",
+                f"take a layout without GPU {missing[0]} (layout=gpu1 needs one GPU)"
+                if gpus
+                else "run where torch.cuda.is_available() is true, or with layout=cpu",
             )
     return Placement(
         tuple(gpus[number] for number in layout.target),
