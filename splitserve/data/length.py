@@ -1,7 +1,8 @@
-"""Documents of tokens: cut to a length, packed into rows, put into buckets of like length."""
+"""Documents of tokens: cut to a length, assigned to rows, put into buckets of like length."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,6 @@ import numpy as np
 
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.errors import UserError
-
-OPEN_ROWS = 64
-"""Rows that packing keeps open for documents still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,91 +96,47 @@ def limit(
     return Document(name, domain, token_ids[:stop], loss_mask[:stop], len(token_ids), supervised)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Several documents in one row, one after the other.
+def assign_rows(
+    lengths: Sequence[int], row_tokens: int, max_documents: int
+) -> list[tuple[int, ...]]:
+    """Which documents share a row of `row_tokens`, each document whole and in one row.
 
-    With documents of 3 and 2 tokens in a row of 6: position_ids 0 1 2 0 1 0, document_ids
-    0 0 0 1 1 -1, boundaries 0 3 5. A token may attend to tokens of its own document only, and an
-    anchor and its labels lie in one document.
+    Longest first, and each into the row that it fills best: with lengths 2 5 3 4 4 and rows of 8,
+    the rows are (1, 2), (3, 4), (0,). The outcome follows from the lengths and their order alone.
 
-    token_ids int64 [S], 0 where there is no document; loss_mask bool [S]; position_ids int64 [S],
-    counted from each document's first token; document_ids int64 [S], -1 for padding; boundaries
-    int64 [D+1]; names one id a document.
-    """
+    Args:
+        lengths: tokens of each document.
+        max_documents: the most that share a row, 1 or more.
 
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    position_ids: np.ndarray
-    document_ids: np.ndarray
-    boundaries: np.ndarray
-    names: tuple[str, ...]
-
-    def anchor_places(self) -> np.ndarray:
-        """Where an anchor may stand: it and the next token are supervised, in one document.
-
-        Returns:
-            int64 [N], ascending.
-        """
-        same = self.document_ids[:-1] == self.document_ids[1:]
-        return np.flatnonzero(self.loss_mask[:-1] & self.loss_mask[1:] & same)
-
-
-def pack(documents: Iterable[Document], row_tokens: int) -> Iterator[PackedRow]:
-    """Put documents together into rows of `row_tokens`, each document whole and in one row.
-
-    A document goes into the fullest open row that has room for it. The outcome follows from the
-    order of the documents alone; at most OPEN_ROWS rows are held at once.
+    Returns:
+        the rows, each as indices into `lengths`.
 
     Raises:
         UserError: a document is longer than a row.
     """
-    rows: list[list[Document]] = []
-    room: list[int] = []
-    for document in documents:
-        size = len(document.token_ids)
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []
+    """Free tokens and number of every row that takes more, ascending."""
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = lengths[index]
         if size > row_tokens:
             raise UserError(
-                "data.pack_tokens",
+                "train.row_tokens",
                 row_tokens,
-                f"{size} or more, the length of {document.id!r}",
+                f"{size} or more, the length of the longest sample",
                 "raise it, or lower data.max_tokens",
             )
-        fitting = [k for k, free in enumerate(room) if free >= size]
-        if fitting:
-            place = min(fitting, key=lambda k: room[k])
+        place = bisect_left(open_rows, (size, 0))
+        if place < len(open_rows):
+            free, row = open_rows.pop(place)
         else:
-            if len(rows) == OPEN_ROWS:
-                fullest = min(range(len(rows)), key=lambda k: room[k])
-                room.pop(fullest)
-                yield _packed(rows.pop(fullest), row_tokens)
-            place = len(rows)
+            free, row = row_tokens, len(rows)
             rows.append([])
-            room.append(row_tokens)
-        rows[place].append(document)
-        room[place] -= size
-        if room[place] == 0:
-            room.pop(place)
-            yield _packed(rows.pop(place), row_tokens)
-    for row in rows:
-        yield _packed(row, row_tokens)
-
-
-def _packed(documents: Sequence[Document], row_tokens: int) -> PackedRow:
-    sizes = np.array([len(d.token_ids) for d in documents], dtype=np.int64)
-    boundaries = np.concatenate(([0], np.cumsum(sizes)))
-    token_ids = np.zeros(row_tokens, dtype=np.int64)
-    loss_mask = np.zeros(row_tokens, dtype=bool)
-    position_ids = np.zeros(row_tokens, dtype=np.int64)
-    document_ids = np.full(row_tokens, -1, dtype=np.int64)
-    for k, document in enumerate(documents):
-        part = slice(boundaries[k], boundaries[k + 1])
-        token_ids[part] = document.token_ids
-        loss_mask[part] = document.loss_mask
-        position_ids[part] = np.arange(sizes[k])
-        document_ids[part] = k
-    names = tuple(d.id for d in documents)
-    return PackedRow(token_ids, loss_mask, position_ids, document_ids, boundaries, names)
+        rows[row].append(index)
+        free -= size
+        if free and len(rows[row]) < max_documents:
+            insort(open_rows, (free, row))
+    return [tuple(row) for row in rows]
 
 
 def bucket_edges(max_tokens: int, smallest: int = 128) -> tuple[int, ...]:

@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dspark.anchors import counter_rng
+from splitserve.data.length import supervised_spans
 from splitserve.data.refusal import Reason, RowRefused
 
 
@@ -22,6 +25,12 @@ class Sample:
     """One entry a token."""
     truncated: bool = False
     """The answer did not fit and was cut."""
+
+    @property
+    def supervised(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end of every run of tokens that the draft is taught, ascending."""
+        spans = supervised_spans(np.array(self.loss_mask, dtype=bool))
+        return tuple((begin, end) for begin, end in spans.tolist())
 
 
 def sample_id_of(prompt_id: str, setting: int) -> str:

@@ -81,7 +81,7 @@ class SampleSchedule:
                 "sample once before any again"
             )
         self._first_pass: tuple[tuple[tuple[int, str], ...], ...] = ()
-        self._first_pass_uses: dict[str, list[int]] = {}
+        self._first_pass_uses: dict[str, list[tuple[int, int]]] = {}
         if replay:
             self._plan_first_pass(max(1, round(global_batch_size * (1.0 - replay))))
 
@@ -104,15 +104,9 @@ class SampleSchedule:
                 + tuple((-1 - step, order[place]) for place in places)
             )
             known += len(new)
-            for _, sample_id in batches[-1]:
-                self._first_pass_uses.setdefault(sample_id, []).append(step)
+            for place, (_, sample_id) in enumerate(batches[-1]):
+                self._first_pass_uses.setdefault(sample_id, []).append((step, place))
         self._first_pass = tuple(batches)
-
-    @property
-    def steps_ahead(self) -> int:
-        """How many steps ahead a sample may be prepared: from the first, those reach them all."""
-        per_epoch = -(-self.num_samples // self.global_batch_size) + 1
-        return max(per_epoch, len(self._first_pass))
 
     @property
     def num_samples(self) -> int:
@@ -147,14 +141,15 @@ class SampleSchedule:
             )
         )
 
-    def next_use(self, sample_id: str, step: int) -> int | None:
-        """The first step from this one on that trains on the sample; None when no step does.
+    def next_place(self, sample_id: str, step: int) -> tuple[int, int] | None:
+        """Where the sample is trained on next, from this step on: the step, and the place in its
+        batch; None when no step does.
 
         Raises:
             ValueError: the schedule does not have that sample.
         """
         uses = self._first_pass_uses.get(sample_id, ())
-        if (index := bisect.bisect_left(uses, step)) < len(uses):
+        if (index := bisect.bisect_left(uses, (step, 0))) < len(uses):
             return uses[index]
         step = max(step, len(self._first_pass))
         start = self._position(step)
@@ -163,9 +158,8 @@ class SampleSchedule:
         if place < offset:
             epoch += 1
             place = self._place(sample_id, epoch)
-        position = epoch * self.num_samples + place
-        use = step + (position - start) // self.global_batch_size
-        return use if use < self.num_steps else None
+        ahead, place = divmod(epoch * self.num_samples + place - start, self.global_batch_size)
+        return (step + ahead, place) if step + ahead < self.num_steps else None
 
     def _position(self, step: int) -> int:
         """How far into the epochs, laid end to end, a step after the first pass begins."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import numpy as np
 import pytest
@@ -8,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.data.length import (
-    OPEN_ROWS,
     Document,
+    assign_rows,
     batch_by_length,
     bucket_edges,
     limit,
     num_anchor_places,
-    pack,
     supervised_spans,
 )
 from splitserve.data.refusal import Reason, RowRefused
@@ -88,59 +88,49 @@ def test_a_document_fits_and_has_an_anchor_or_is_refused(mask: list[bool], size:
         assert kept == [(a, b) for a, b in spans if b <= size]
 
 
-@given(st.lists(masks, max_size=30), st.integers(24, 40))
-def test_packing_keeps_every_document_once_and_apart(rows: list[list[bool]], size: int) -> None:
-    documents = [document(str(i), "".join("01"[on] for on in mask)) for i, mask in enumerate(rows)]
-    packed = list(pack(documents, size))
-    assert sorted(n for row in packed for n in row.names) == sorted(d.id for d in documents)
-    by_name = {d.id: d for d in documents}
-    for row in packed:
-        assert len(row.token_ids) == size
-        used = row.boundaries[-1]
-        assert (row.document_ids[used:] == -1).all() and not row.loss_mask[used:].any()
-        expected = []
-        for k, name in enumerate(row.names):
-            part = slice(row.boundaries[k], row.boundaries[k + 1])
-            assert row.token_ids[part].tolist() == by_name[name].token_ids.tolist()
-            assert row.loss_mask[part].tolist() == by_name[name].loss_mask.tolist()
-            assert row.position_ids[part].tolist() == list(range(len(by_name[name].token_ids)))
-            assert set(row.document_ids[part].tolist()) == {k}
-            own = by_name[name].loss_mask
-            expected += (np.flatnonzero(own[:-1] & own[1:]) + row.boundaries[k]).tolist()
-        assert row.anchor_places().tolist() == expected
+lengths = st.lists(st.integers(1, 24), max_size=40)
 
 
-def test_no_anchor_stands_across_two_documents() -> None:
-    (row,) = pack([document("a", "011"), document("b", "110")], 7)
-    assert row.anchor_places().tolist() == [1, 3]
-    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert row.document_ids.tolist() == [0, 0, 0, 1, 1, 1, -1]
-    assert row.boundaries.tolist() == [0, 3, 6]
+@given(lengths, st.integers(24, 60), st.integers(1, 9))
+def test_rows_hold_every_document_once_within_their_limits(
+    sizes: list[int], row_tokens: int, most: int
+) -> None:
+    rows = assign_rows(sizes, row_tokens, most)
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(sizes)))
+    assert all(1 <= len(row) <= most for row in rows)
+    assert all(sum(sizes[i] for i in row) <= row_tokens for row in rows)
+    # Two rows that would fit into one are never both begun.
+    open_rows = [r for r in rows if len(r) < most]
+    for one, other in itertools.combinations(open_rows, 2):
+        if len(one) + len(other) <= most:
+            assert sum(sizes[i] for i in (*one, *other)) > row_tokens
 
 
-def test_packing_holds_a_bounded_number_of_rows_and_fills_them() -> None:
-    taken = 0
+@given(lengths, st.randoms())
+def test_rows_of_lengths_do_not_depend_on_the_order(sizes: list[int], order: Random) -> None:
+    shuffled = list(sizes)
+    order.shuffle(shuffled)
+    first, second = (
+        sorted(sorted(given[i] for i in row) for row in assign_rows(given, 32, 4))
+        for given in (sizes, shuffled)
+    )
+    assert first == second
 
-    def source() -> itertools.chain[Document]:
-        def counted(name: int) -> Document:
-            nonlocal taken
-            taken += 1
-            return document(str(name), "0" + "1" * 5)
 
-        return itertools.chain.from_iterable([counted(i)] for i in range(10 * OPEN_ROWS))
+def test_a_document_goes_where_it_fits_best() -> None:
+    assert assign_rows([2, 5, 3, 4, 4], 8, 9) == [(1, 2), (3, 4), (0,)]
+    assert assign_rows([2, 2, 2], 8, 2) == [(0, 1), (2,)]
+    assert assign_rows([], 8, 2) == []
 
-    stream = pack(source(), 11)
-    next(stream)
-    assert taken <= OPEN_ROWS + 1
-    mixed = [document(str(i), "0" + "1" * (i % 7 + 1)) for i in range(400)]
-    rows = list(pack(mixed, 16))
-    filled = sum(int(row.boundaries[-1]) for row in rows) / (16 * len(rows))
-    assert filled > 0.95
+
+def test_mixed_lengths_fill_their_rows() -> None:
+    sizes = [i % 7 + 2 for i in range(400)]
+    assert sum(sizes) / (16 * len(assign_rows(sizes, 16, 99))) > 0.95
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.pack_tokens=2 .*3 or more, the length of 'a'"):
-        list(pack([document("a", "011")], 2))
+    with pytest.raises(UserError, match=r"train\.row_tokens=2 .*3 or more, the length"):
+        assign_rows([3], 2, 4)
 
 
 def test_bucket_edges() -> None:
