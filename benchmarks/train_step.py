@@ -27,16 +27,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from benchmarks.record import write_record
 from dspark.attention import attend, block_mask
+from dspark.batch import TrainingBatch, TrainingSample, batch_denominators, lay_out
 from dspark.config import DraftConfig
 from dspark.model import DSparkDraft
 from dspark.objective import ObjectiveConfig, fused_objective
-from dspark.training import (
-    DraftWithLoss,
-    TrainingBatch,
-    TrainingSample,
-    batch_denominators,
-    collate,
-)
+from dspark.training import DraftWithLoss
 from splitserve.settings import TrainSettings
 from splitserve.train.optimizer import init_process_group, initialise_engine
 
@@ -148,26 +143,33 @@ def random_batch(geometry: Geometry, shape: Shape, seed: int) -> TrainingBatch:
         features_SF=noise(config.num_context_features),
         target_states_SD=noise(config.hidden_size),
     )
-    return collate(
+    layout = lay_out(
         [sample],
         num_anchors=shape.anchors,
         block_size=shape.block,
         seed=seed,
-        pad_multiple=128,
+        row_tokens=shape.tokens,
+    )
+    return layout.with_states(
+        [sample],
         num_features=config.num_context_features,
         hidden_size=config.hidden_size,
         dtype=torch.bfloat16,
-        pack=True,
+        device="cuda",
     )
+
+
+def num_targets(batch: TrainingBatch) -> int:
+    """Positions at which the target's distribution is needed."""
+    return int(batch.target_bounds_M2.max())
 
 
 def step_of(model: DraftWithLoss, batches: list[TrainingBatch]) -> Callable[[int], None]:
     scales = [[1.0 / float(d) for d in batch_denominators(b, model.config)] for b in batches]
-    on_device = [b.to("cuda") for b in batches]
 
     def step(index: int) -> None:
         place = index % len(batches)
-        model(on_device[place], *scales[place]).loss.backward()
+        model(batches[place], *scales[place]).loss.backward()
         model.zero_grad(set_to_none=True)
 
     return step
@@ -218,7 +220,7 @@ def ours(
 ) -> dict[str, float]:
     model = build(geometry, shape, objective)
     batches = [random_batch(geometry, shape, seed) for seed in range(3)]
-    unique = statistics.mean(b.target_slots_U.numel() for b in batches)
+    unique = statistics.mean(map(num_targets, batches))
     step = step_of(model, batches)
     ms, spread, peak = measured(step, steps)
     flops = necessary_flops(geometry, shape, int(unique))
@@ -276,7 +278,7 @@ def deepspec(folder: Path, geometry: Geometry, shape: Shape, steps: int) -> dict
         model = Qwen3DSparkModel(config).bfloat16()
     model.set_embedding_head_trainable(False)
     compiled = torch.compile(model, dynamic=False)
-    inputs = [random_batch(geometry, shape, seed).to("cuda") for seed in range(3)]
+    inputs = [random_batch(geometry, shape, seed) for seed in range(3)]
     loss_mask = torch.ones(1, shape.tokens, device="cuda")
 
     def step(index: int) -> None:
@@ -332,7 +334,6 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
     """Each part alone, forward and backward, on the step's shapes."""
     config = geometry.draft(shape.block)
     batch = random_batch(geometry, shape, 0)
-    on_device = batch.to("cuda")
     rows, width = shape.anchors * shape.block, config.hidden_size
 
     def random(*sizes: int, grad: bool = True) -> torch.Tensor:
@@ -355,7 +356,7 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
         found[f"part_{name}_ms"] = times * time_ms(step, 10)[0]
         free()
 
-    record("fc", products((on_device.features_BSF[0], random(width, config.num_context_features))))
+    record("fc", products((batch.features_BSF[0], random(width, config.num_context_features))))
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     dim, layers = config.head_dim, config.num_hidden_layers
     context, x = random(shape.tokens, width), random(rows, width)
@@ -377,9 +378,7 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
     upstream = torch.randn_like(queries)
 
     def new_mask(_: int) -> BlockMask:
-        return block_mask(
-            on_device.context_start_BA, on_device.anchors_BA, shape.tokens, shape.block
-        )
+        return block_mask(batch.context_start_BA, batch.anchors_BA, shape.tokens, shape.block)
 
     record("block_mask", new_mask)
     mask = new_mask(0)
@@ -399,10 +398,10 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
             features,
             lm_head,
             w2,
-            on_device.target_states_BSD.reshape(-1, width)[on_device.target_slots_U],
-            on_device.target_of_row_N,
-            on_device.labels_BAG.reshape(-1),
-            on_device.valid_BAG.reshape(-1),
+            batch.target_states_BSD.reshape(-1, width)[batch.target_slots_U],
+            batch.target_of_row_N,
+            batch.labels_BAG.reshape(-1),
+            batch.valid_BAG.reshape(-1),
             None,
             target_bounds_M2=batch.target_bounds_M2,
             block_size=shape.block,
@@ -413,12 +412,12 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
         hidden.grad = features.grad = w2.grad = None
 
     record("vocabulary_and_objective", vocabulary)
-    unique = batch.target_slots_U.numel()
+    unique = num_targets(batch)
 
     def vocabulary_products(_: int) -> None:
         logits = hidden.detach() @ lm_head.t()
         logits.addmm_(features.detach(), w2.detach().t())
-        on_device.target_states_BSD[0, :unique] @ lm_head.t()
+        batch.target_states_BSD[0, :unique] @ lm_head.t()
         logits @ lm_head
         logits @ w2.detach()
         logits.t() @ features.detach()
@@ -441,7 +440,6 @@ def optimizer_overhead(
     passes = step_of(model, batches)
     alone = accumulation * time_ms(passes, 10)[0]
     scales = [[1.0 / float(d) for d in batch_denominators(b, objective)] for b in batches]
-    on_device = [b.to("cuda") for b in batches]
     train = TrainSettings(
         learning_rate=1e-4, global_batch_size=accumulation, micro_batch_size=1, zero_stage=1
     )
@@ -450,7 +448,8 @@ def optimizer_overhead(
     def step(index: int) -> None:
         for micro in range(accumulation):
             place = (index * accumulation + micro) % len(batches)
-            result = engine(on_device[place], *scales[place])
+            engine.set_gradient_accumulation_boundary(micro + 1 == accumulation)
+            result = engine(batches[place], *scales[place])
             engine.backward(result.loss, scale_wrt_gas=False)
             engine.step()
 

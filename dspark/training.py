@@ -1,12 +1,11 @@
-"""A micro-batch from samples to loss.
+"""A micro-batch from its rows to the loss.
 
-Shapes: B sequence, S position, A anchor, G block position, D hidden, F context features.
+Shapes: B row, S position, A anchor, G block position, D hidden, F context features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Self
 
@@ -14,195 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dspark.anchors import block_labels, draw_anchors
 from dspark.attention import Visible, block_mask, context_mask
+from dspark.batch import TrainingBatch, previous_tokens
 from dspark.fused import Float8Weight
 from dspark.model import DSparkDraft
-from dspark.objective import (
-    ObjectiveConfig,
-    ObjectiveResult,
-    fused_objective,
-    objective_denominators,
-)
-
-MIN_BUCKET = 128
-MAX_COMPILED_SHAPES = 64
-
-
-@dataclass(frozen=True)
-class TrainingSample:
-    """One document with the target's states of every token."""
-
-    sample_id: str
-    epoch: int
-    token_ids_S: torch.Tensor
-    """int64."""
-    loss_mask_S: torch.Tensor
-    """bool."""
-    features_SF: torch.Tensor
-    target_states_SD: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """Rows of one or several documents with their anchors.
-
-    Absent anchors have no valid label and see no context. Anchors ascend along their row.
-    """
-
-    token_ids_BS: torch.Tensor
-    positions_BS: torch.Tensor
-    """int64, within the document that a slot belongs to."""
-    features_BSF: torch.Tensor
-    target_states_BSD: torch.Tensor
-    anchors_BA: torch.Tensor
-    """int64 slots."""
-    context_start_BA: torch.Tensor
-    """int64, the first slot of the anchor's document."""
-    labels_BAG: torch.Tensor
-    valid_BAG: torch.Tensor
-    target_slots_U: torch.Tensor
-    """int64 into [B*S], ascending: where the target's distributions are needed, each once."""
-    target_of_row_N: torch.Tensor
-    """int64 into U, for each of the B*A*G rows."""
-    target_bounds_M2: torch.Tensor
-    """int64 [B*A, 2], always on the CPU: the part of U that a block's rows lie in."""
-
-    @property
-    def block_size(self) -> int:
-        return self.labels_BAG.shape[2]
-
-    def to(self, device: torch.device | str) -> TrainingBatch:
-        """The batch on a device; the host waits for nothing if its tensors are pinned."""
-        moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True)
-            for f in fields(self)
-            if f.name != "target_bounds_M2"
-        }
-        return replace(self, **moved)
-
-
-def collate(
-    samples: Sequence[TrainingSample],
-    *,
-    num_anchors: int,
-    block_size: int,
-    seed: int,
-    pad_multiple: int = 1,
-    num_features: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    pack: bool = False,
-    num_documents: int = 1,
-) -> TrainingBatch:
-    """Draw each sample's anchors and pad to common shapes.
-
-    Args:
-        num_anchors: anchors per sample; the batch has that many places for each.
-        pad_multiple: rows are padded to a multiple of this many slots.
-        num_features, hidden_size, dtype: of the states; an empty list of samples gives a batch of
-            one padding sequence with no label, so that every rank of a step runs the same passes.
-        pack: put all samples into one row, one after another, instead of each into its own. States
-            then stay on the samples' device, and the row's length is one of `bucket_length`.
-        num_documents: a packed row has places for the anchors of at least so many samples.
-    """
-    per_row = max(num_documents, len(samples)) if pack else 1
-    batch = 1 if pack else max(1, len(samples))
-    sizes = [s.token_ids_S.shape[0] for s in samples]
-    longest = sum(sizes) if pack else max(sizes, default=1)
-    length = max(1, -(-longest // pad_multiple)) * pad_multiple
-    length = bucket_length(length) if pack else length
-    device = samples[0].features_SF.device if samples else torch.device("cpu")
-    token_ids = torch.zeros(batch, length, dtype=torch.int64)
-    positions = torch.arange(length).repeat(batch, 1)
-    features = torch.zeros(batch, length, num_features, dtype=dtype, device=device)
-    states = torch.zeros(batch, length, hidden_size, dtype=dtype, device=device)
-    anchors = torch.zeros(batch, per_row * num_anchors, dtype=torch.int64)
-    starts = torch.zeros_like(anchors)
-    labels = torch.zeros(batch, per_row * num_anchors, block_size, dtype=torch.int64)
-    valid = torch.zeros_like(labels, dtype=torch.bool)
-    start = place = 0
-    for index, (sample, size) in enumerate(zip(samples, sizes, strict=True)):
-        row = 0 if pack else index
-        if not pack:
-            start = place = 0
-        slots = slice(start, start + size)
-        token_ids[row, slots] = sample.token_ids_S
-        positions[row, slots] = torch.arange(size)
-        features[row, slots] = sample.features_SF
-        states[row, slots] = sample.target_states_SD
-        drawn = draw_anchors(
-            sample.loss_mask_S,
-            num_anchors,
-            seed=seed,
-            epoch=sample.epoch,
-            sample_id=sample.sample_id,
-        )
-        places = slice(place, place + drawn.shape[0])
-        anchors[row, places] = drawn + start
-        starts[row, places] = start
-        labels[row, places], valid[row, places] = block_labels(
-            sample.token_ids_S, sample.loss_mask_S, drawn, block_size
-        )
-        start += size
-        place += drawn.shape[0]
-    return TrainingBatch(
-        token_ids,
-        positions,
-        features,
-        states,
-        anchors,
-        starts,
-        labels,
-        valid,
-        *unique_targets(anchors, valid, length),
-    )
-
-
-def bucket_length(length: int) -> int:
-    """The next of 128, 192, 256, 384, 512, 768 ...: few lengths, so that little is compiled."""
-    bucket = MIN_BUCKET
-    while bucket < length:
-        bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket // 3 * 4
-    return bucket
-
-
-def unique_targets(
-    anchors_BA: torch.Tensor, valid_BAG: torch.Tensor, num_slots: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`TrainingBatch.target_slots_U`, `target_of_row_N` and `target_bounds_M2`.
-
-    Row g of a block predicts the token at p+1+g, whose distribution comes from the state at p+g.
-    Blocks overlap, so that far fewer distributions than rows are needed. A row without a label
-    points to where the rows before it do.
-    """
-    batch, _, block = valid_BAG.shape
-    rows_B = torch.arange(batch) * num_slots
-    slots_BAG = (rows_B.view(-1, 1, 1) + anchors_BA.unsqueeze(2)) + torch.arange(block)
-    slots_U, of_valid = torch.unique(slots_BAG[valid_BAG], return_inverse=True)
-    if not slots_U.numel():
-        slots_U = torch.zeros(1, dtype=torch.int64)
-    of_row_BAG = torch.zeros_like(slots_BAG)
-    of_row_BAG[valid_BAG] = of_valid
-    of_row_N = of_row_BAG.view(-1)
-    at_N = torch.where(valid_BAG.view(-1), torch.arange(of_row_N.shape[0]), 0).cummax(0).values
-    of_row_N = of_row_N[at_N]
-    of_block = of_row_N.view(-1, block)
-    bounds = torch.stack([of_block.amin(1), of_block.amax(1) + 1], dim=1)
-    return slots_U, of_row_N, bounds
-
-
-def batch_denominators(
-    batch: TrainingBatch, config: ObjectiveConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this micro-batch adds to the window's total weights: terms and confidence, float64."""
-    return objective_denominators(config, batch.valid_BAG.flatten(0, 1))
-
-
-def previous_tokens(batch: TrainingBatch) -> torch.Tensor:
-    """The data's token before each predicted one, int64 [B, A, G]: the anchor, then the labels."""
-    anchor_tokens_BA = batch.token_ids_BS.gather(1, batch.anchors_BA)
-    return torch.cat([anchor_tokens_BA.unsqueeze(2), batch.labels_BAG[:, :, :-1]], dim=2)
+from dspark.objective import ObjectiveConfig, ObjectiveResult, fused_objective
 
 
 def block_embeddings(
@@ -320,7 +135,7 @@ def _draft_rows(
 
 @cache
 def _compiled_rows() -> Callable[..., Any]:
-    """`_draft_rows` for GPUs, compiled once for each shape that occurs."""
-    # Beyond its limit of 8 shapes, dynamo would go on uncompiled without a word.
-    torch._dynamo.config.recompile_limit = MAX_COMPILED_SHAPES
+    """`_draft_rows` for GPUs, compiled once for each shape that occurs; there should be one."""
+    # Beyond its limit of shapes, dynamo would go on uncompiled without a word.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(_draft_rows, dynamic=False)

@@ -7,17 +7,16 @@ import torch
 from draft_testing import random_draft, tiny_config
 from tolerances import assert_close
 
-from dspark.objective import ObjectiveConfig
-from dspark.reference import objective_reference
-from dspark.training import (
-    DraftWithLoss,
+from dspark.batch import (
+    TrainingBatch,
     TrainingSample,
     batch_denominators,
-    block_embeddings,
-    bucket_length,
-    collate,
+    lay_out,
     previous_tokens,
 )
+from dspark.objective import ObjectiveConfig
+from dspark.reference import objective_reference
+from dspark.training import DraftWithLoss, block_embeddings
 
 CONFIG = tiny_config()
 H, F, V, G = CONFIG.hidden_size, CONFIG.num_context_features, CONFIG.vocab_size, CONFIG.block_size
@@ -35,11 +34,9 @@ def sample_of(length: int, *, seed=0, name="a", mask=None, epoch=0) -> TrainingS
     )
 
 
-def batch_of(samples, *, num_anchors=4, pad_multiple=1, dtype=torch.float32, block=G):
-    return collate(
-        samples, num_anchors=num_anchors, block_size=block, seed=0, pad_multiple=pad_multiple,
-        num_features=F, hidden_size=H, dtype=dtype,
-    )  # fmt: skip
+def batch_of(samples, *, num_anchors=4, dtype=torch.float32, **layout) -> TrainingBatch:
+    made = lay_out(samples, num_anchors=num_anchors, block_size=G, seed=0, **layout)
+    return made.with_states(samples, num_features=F, hidden_size=H, dtype=dtype)
 
 
 def model_of(objective=None, *, seed=0, tied=False, config=CONFIG) -> DraftWithLoss:
@@ -118,10 +115,10 @@ def test_a_target_that_counts_is_learned():
                     embedding[tokens], states[tokens],
                 )
             )  # fmt: skip
-        batch = collate(
-            samples, num_anchors=6, block_size=block, seed=0, num_features=width,
-            hidden_size=width, dtype=torch.float32,
-        )  # fmt: skip
+        layout = lay_out(samples, num_anchors=6, block_size=block, seed=0)
+        batch = layout.with_states(
+            samples, num_features=width, hidden_size=width, dtype=torch.float32
+        )
         terms, confidence = batch_denominators(batch, model.config)
         result = model(batch, 1 / terms, 1 / confidence)
         optimizer.zero_grad()
@@ -232,17 +229,18 @@ def test_a_step_runs_in_bfloat16():
     assert all(p.grad.dtype == torch.bfloat16 for p in model.draft.parameters())
 
 
-def test_documents_packed_into_a_row_neither_see_nor_move_each_other():
+@pytest.mark.parametrize("max_documents", [3, 5])
+@pytest.mark.parametrize("row_tokens", [25, 40])
+def test_documents_packed_into_a_row_neither_see_nor_move_each_other(row_tokens, max_documents):
     """One row of three documents gives the loss and the gradients of three rows."""
     model = model_of(ObjectiveConfig(nla=0.3, position_weights="dpace"))
     samples = [sample_of(n, seed=n, name=str(n)) for n in (11, 5, 9)]
     outcome = []
-    for pack in (False, True):
-        batch = collate(
-            samples, num_anchors=4, block_size=G, seed=0, pad_multiple=8, num_features=F,
-            hidden_size=H, dtype=torch.float32, pack=pack,
-        )  # fmt: skip
-        assert batch.token_ids_BS.shape == ((1, 128) if pack else (3, 16))
+    for layout in (
+        {"pad_multiple": 8},
+        {"row_tokens": row_tokens, "max_documents": max_documents},
+    ):
+        batch = batch_of(samples, **layout)
         terms, confidence = batch_denominators(batch, model.config)
         model.zero_grad()
         result = model(batch, 1 / float(terms), 1 / float(confidence))
@@ -267,7 +265,26 @@ def test_target_distributions_are_needed_once_at_each_position():
     assert (of_block < batch.target_bounds_M2[:, 1:]).all()
 
 
-def test_buckets_are_few_and_large_enough():
-    lengths = sorted({bucket_length(n) for n in range(1, 5000)})
-    assert lengths == [128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
-    assert all(n <= bucket_length(n) < max(129, 1.5 * n) for n in range(1, 5000))
+def test_every_row_has_the_same_shapes_whatever_it_holds():
+    """What is compiled for one row serves all; the rows' padding is zeros."""
+    full = [sample_of(n, seed=n, name=str(n)) for n in (9, 8, 7)]
+    no_anchor = sample_of(5, mask=torch.zeros(5, dtype=torch.bool))
+    batches = [
+        batch_of(samples, row_tokens=24, max_documents=4)
+        for samples in (full, full[:1], [no_anchor], [])
+    ]
+    shapes = [{n: (t.shape, t.dtype) for n, t in vars(b).items()} for b in batches]
+    assert all(found == shapes[0] for found in shapes)
+    assert shapes[0]["anchors_BA"][0] == (1, 16)
+    for batch, used in zip(batches, (24, 9, 5, 0), strict=True):
+        for states in (batch.features_BSF, batch.target_states_BSD):
+            assert torch.count_nonzero(states[0, :used].abs().sum(1)) == used
+            assert not states[0, used:].any()
+        assert (batch.target_bounds_M2[:, 1] <= 24).all()
+
+
+@pytest.mark.parametrize(("lengths", "row_tokens", "most"), [((9, 8), 16, 4), ((4, 4), 16, 1)])
+def test_samples_that_do_not_fit_a_row_are_refused(lengths, row_tokens, most):
+    samples = [sample_of(n, name=str(n)) for n in lengths]
+    with pytest.raises(ValueError, match=f"2 samples of {sum(lengths)} tokens do not fit"):
+        batch_of(samples, row_tokens=row_tokens, max_documents=most)

@@ -7,16 +7,16 @@ import torch
 from draft_testing import random_draft, tiny_config
 
 from dspark import training
-from dspark.model import DSparkDraft
-from dspark.objective import ObjectiveConfig
-from dspark.training import (
-    DraftWithLoss,
+from dspark.batch import (
     TrainingBatch,
     TrainingSample,
     batch_denominators,
-    collate,
+    lay_out,
     previous_tokens,
 )
+from dspark.model import DSparkDraft
+from dspark.objective import ObjectiveConfig
+from dspark.training import DraftWithLoss
 
 CONFIG = tiny_config(markov_rank=0)
 WIDTH, BLOCK = CONFIG.hidden_size, CONFIG.block_size
@@ -35,11 +35,9 @@ def make_sample(name: str, length: int, seed: int) -> TrainingSample:
 
 
 def make_batch(samples: list[TrainingSample]) -> TrainingBatch:
-    return collate(
+    layout = lay_out(samples, num_anchors=5, block_size=BLOCK, seed=3)
+    return layout.with_states(
         samples,
-        num_anchors=5,
-        block_size=BLOCK,
-        seed=3,
         num_features=CONFIG.num_context_features,
         hidden_size=WIDTH,
         dtype=torch.float32,
