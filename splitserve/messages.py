@@ -110,6 +110,9 @@ class Generated:
     output_ids: tuple[int, ...]
     finish_reason: str
     """"stop" or "length"."""
+    draft_step: int = -1
+    """Optimizer steps of the draft that the engine speculated with, -1 without one. The response
+    does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,8 @@ class BatchItem:
     sample_id: str
     epoch: int
     token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    """The tokens after these are supervised."""
+    supervised: tuple[tuple[int, int], ...]
+    """Begin and end of every run of tokens that is learned from, ascending, with gaps between."""
     slot: SlotRef
 
 
@@ -168,11 +171,10 @@ class Batch:
     """A rank's share of one optimizer step."""
 
     step: int
-    items: tuple[BatchItem, ...]
-    num_micro_batches: int
-    """The same on every rank, also where a share is shorter."""
+    micro_batches: tuple[tuple[BatchItem, ...], ...]
+    """What each forward pass takes; as many on every rank, some empty where a share is shorter."""
     last: bool = False
-    """No step follows this one: the run is finished or asked to stop."""
+    """No step of the run follows this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +185,23 @@ class NoBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsFree:
+    """The rank has copies of its own and has let go of every slot of that step."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
-    """The rank has let go of every slot of that step."""
+    """The rank has taken that step, or on a GPU has left it to the device."""
 
     rank: int
     step: int
     wait_seconds: float
-    """Time between asking for the batch and having it."""
+    """Time in which the rank had nothing to train on."""
     step_seconds: float
+    """The rest of the time since the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +237,9 @@ class TrainerDone:
 
 
 # --- coordinator <-> evaluator -------------------------------------------------------------------
+
+EVALUATION = "evaluation"
+"""The request_id under which an engine rejects an `Evaluate`."""
 
 
 @dataclass(frozen=True, slots=True)

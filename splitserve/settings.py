@@ -171,7 +171,11 @@ class TrainSettings:
     global_batch_size: int = 8
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = 4
-    """Sequences per forward pass of a rank."""
+    """Sequences per forward pass of a rank; with `row_tokens`, the most that share a row."""
+    row_tokens: int = 0
+    """Tokens of a row that sequences are packed into, one row per forward pass. 0 gives each a row
+    of its own, padded to the longest beside it; on a GPU, which compiles every shape, it is room
+    for `micro_batch_size` longest sequences."""
     num_anchors: int = 12
     """Blocks drawn per document."""
     replay: float = 0.0
@@ -190,6 +194,7 @@ class TrainSettings:
             _at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("save_every", "keep_checkpoints"):
             _at_least(f"train.{name}", getattr(self, name), 1)
+        _at_least("train.row_tokens", self.row_tokens, 0)
         _check("train.replay", self.replay, 0.0 <= self.replay < 1.0, "0 to below 1")
         rate = self.learning_rate
         _check("train.learning_rate", rate, 0.0 < rate < math.inf, "above 0, finite")
@@ -429,6 +434,20 @@ class RunSettings:
             f"less than data.max_tokens={self.data.max_tokens}",
             "lower draft.block_size, or raise data.max_tokens",
         )
+        _check(
+            "engine.kind",
+            self.engine.kind,
+            self.engine.kind == "sglang" or not self.layout.on_gpu,
+            "sglang on GPUs",
+            "set engine=sglang_gpu, or layout=cpu",
+        )
+        _check(
+            "engine.speculate",
+            self.engine.speculate,
+            self.engine.speculate != "on" or self.can_speculate,
+            "auto or off, except on GPUs with draft.markov_rank above 0",
+            "SGLang runs DSPARK nowhere else; leave it out to measure with the embedded decoder",
+        )
         float8 = self.objective.float8_logits
         _check(
             "objective.float8_logits",
@@ -437,11 +456,37 @@ class RunSettings:
             "false on the CPU",
             "leave it out; it is for GPUs with float8 products",
         )
+        row_tokens, max_tokens = self.train.row_tokens, self.data.max_tokens
+        _check(
+            "train.row_tokens",
+            row_tokens,
+            row_tokens == 0 or row_tokens >= max_tokens,
+            f"0, or data.max_tokens={max_tokens} and more",
+            "raise train.row_tokens, or lower data.max_tokens",
+        )
         share = -(-self.train.global_batch_size // self.layout.num_ranks)
         _check(
             "train.micro_batch_size",
             self.train.micro_batch_size,
-            self.layout.on_gpu or self.train.micro_batch_size <= share,
+            self.row_tokens > 0 or self.train.micro_batch_size <= share,
             f"1 to {share}, a rank's share of train.global_batch_size",
             "lower train.micro_batch_size, or layout.train_ranks, or raise the global batch",
         )
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether SGLang can run the draft: on GPUs, and with a Markov head."""
+        return self.layout.on_gpu and self.draft.markov_rank > 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row that sequences are packed into; 0 where each is padded by itself."""
+        train = self.train
+        if train.row_tokens or not self.layout.on_gpu:
+            return train.row_tokens
+        return train.micro_batch_size * self.data.max_tokens
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the engine runs the draft in training, and measures it."""
+        return self.can_speculate and self.engine.speculate != "off"

@@ -17,11 +17,13 @@ def deepspeed_config(train: TrainSettings, world_size: int) -> dict[str, Any]:
 
     Gradients are accumulated and exchanged in float32, and DeepSpeed does no scaling of its own
     that the loss does not undo: sums are divided by the window's total weight.
+
+    How many micro-batches a window has differs from step to step: who trains says which is the last
+    with `set_gradient_accumulation_boundary`, and the number here is never asked for.
     """
-    share = -(-train.global_batch_size // world_size)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": -(-share // train.micro_batch_size),
+        "gradient_accumulation_steps": 1,
         "gradient_clipping": train.clip_norm,
         "zero_optimization": {"stage": train.zero_stage},
         "communication_data_type": "fp32",

@@ -13,17 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dspark.batch import BatchLayout, TrainingSample, batch_denominators, lay_out
 from dspark.checkpoint import save_draft
-from dspark.model import DSparkDraft
+from dspark.initial import initial_draft
 from dspark.target import FrozenTarget
-from dspark.training import (
-    DraftWithLoss,
-    TrainingBatch,
-    TrainingSample,
-    batch_denominators,
-    collate,
-)
-from dspark.warm_start import init_from_target
+from dspark.training import DraftWithLoss
 from splitserve.messages import (
     Batch,
     BatchItem,
@@ -31,6 +25,7 @@ from splitserve.messages import (
     Metrics,
     NeedBatch,
     NoBatch,
+    SlotsFree,
     SnapshotReady,
     StepDone,
     Stop,
@@ -80,10 +75,7 @@ class TrainerRank:
         )
         channel.state = "loading the target's embedding and lm_head"
         target = FrozenTarget.load(spec.target_path, dtype=self._dtype, device=spec.device)
-        torch.manual_seed(spec.seed)  # the same initial draft on every rank
-        draft = DSparkDraft(spec.draft)
-        if spec.warm_start:
-            init_from_target(draft, spec.target_path)
+        draft = initial_draft(spec.draft, spec.seed, spec.target_path if spec.warm_start else "")
         self._draft = draft
         model = DraftWithLoss(draft, target.embedding, target.lm_head, spec.objective)
         channel.state = "initialising DeepSpeed"
@@ -114,6 +106,7 @@ class TrainerRank:
             self._optimizer_step(batch)
             self._step = batch.step + 1
             seconds = time.monotonic() - started
+            self._channel.send(SlotsFree(spec.rank, batch.step))
             self._channel.send(StepDone(spec.rank, batch.step, self._waited, seconds))
             if self._step % spec.train.log_every == 0:
                 self._report()
@@ -148,51 +141,61 @@ class TrainerRank:
     def _optimizer_step(self, batch: Batch) -> None:
         """One optimizer window: every micro-batch of this rank, then one update."""
         spec, train = self._spec, self._spec.train
-        size = train.micro_batch_size
-        micro_batches = [
-            self._collate(batch.items[first : first + size])
-            for first in range(0, batch.num_micro_batches * size, size)
-        ]
+        micro_batches = []
         weights = torch.zeros(2, dtype=torch.float64)
-        for micro_batch in micro_batches:
-            terms, confidence = batch_denominators(micro_batch, spec.objective)
-            weights += torch.tensor([terms, confidence], dtype=torch.float64)
+        for items in batch.micro_batches:
+            samples = [self._sample(item) for item in items]
+            layout = self._lay_out(samples)
+            terms, confidence = batch_denominators(layout, spec.objective)
+            weights += torch.stack([terms, confidence])
+            micro_batches.append(
+                layout.with_states(
+                    samples,
+                    num_features=spec.draft.num_context_features,
+                    hidden_size=spec.draft.hidden_size,
+                    dtype=self._dtype,
+                    device=spec.device,
+                )
+            )
         dist.all_reduce(weights)
         # DeepSpeed averages gradients over ranks; a window without any label moves nothing.
         scales = [spec.world_size / w if w > 0 else 0.0 for w in weights.tolist()]
         rate = learning_rate(batch.step, train)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        for micro_batch in micro_batches:
-            result = self._engine(micro_batch.to(spec.device), scales[0], scales[1])
+        for number, micro_batch in enumerate(micro_batches, 1):
+            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            result = self._engine(micro_batch, scales[0], scales[1])
             self._metrics.add(result.metrics, result.loss)
             self._engine.backward(result.loss, scale_wrt_gas=False)
             self._engine.step()
         self._metrics.end_step(rate, self._engine.get_global_grad_norm())
         self._metrics.require_finite(batch.step, spec.checkpoints)
 
-    def _collate(self, items: Sequence[BatchItem]) -> TrainingBatch:
-        draft = self._spec.draft
-        return collate(
-            [self._sample(item) for item in items],
-            num_anchors=self._spec.train.num_anchors,
-            block_size=draft.block_size,
+    def _lay_out(self, samples: Sequence[TrainingSample]) -> BatchLayout:
+        train = self._spec.train
+        return lay_out(
+            samples,
+            num_anchors=train.num_anchors,
+            block_size=self._spec.draft.block_size,
             seed=self._spec.seed,
             pad_multiple=PAD_MULTIPLE,
-            num_features=draft.num_context_features,
-            hidden_size=draft.hidden_size,
-            dtype=self._dtype,
-            # A GPU takes a row of several documents at once, and compiles for few lengths.
-            pack=self._spec.device != "cpu",
-            num_documents=self._spec.train.micro_batch_size,
+            row_tokens=self._spec.row_tokens,
+            max_documents=train.micro_batch_size,
         )
 
     def _sample(self, item: BatchItem) -> TrainingSample:
         states = self._ring.read(item.slot)
-        token_ids = torch.tensor(item.token_ids)
-        loss_mask = torch.arange(len(token_ids)) >= item.num_prompt_tokens
+        loss_mask = torch.zeros(len(item.token_ids), dtype=torch.bool)
+        for begin, end in item.supervised:
+            loss_mask[begin:end] = True
         return TrainingSample(
-            item.sample_id, item.epoch, token_ids, loss_mask, states.features, states.target_states
+            item.sample_id,
+            item.epoch,
+            torch.tensor(item.token_ids),
+            loss_mask,
+            states.features,
+            states.target_states,
         )
 
     # --- what goes out ---------------------------------------------------------------------------

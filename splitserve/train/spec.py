@@ -24,6 +24,8 @@ class TrainerSpec:
     draft: DraftConfig
     objective: ObjectiveConfig
     train: TrainSettings
+    row_tokens: int
+    """Tokens of a packed row; 0 pads every sequence in a row of its own."""
     warm_start: bool
     """Begin from the target's last layers."""
     seed: int

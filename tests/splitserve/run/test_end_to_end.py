@@ -135,23 +135,31 @@ def test_a_reloaded_export_gives_the_same_outputs(finished: Run) -> None:
     assert torch.equal(*outputs)
 
 
-def test_rank_counts_agree_on_the_update(start_run: Start) -> None:
-    """1, 2 and 3 ranks, the last with uneven shares: the same weights to rounding."""
+ROWS = ("train.row_tokens=96", "train.micro_batch_size=3")
+
+
+def test_rank_counts_and_rows_agree_on_the_update(start_run: Start) -> None:
+    """1, 2 and 3 ranks, the last with uneven shares, and sequences packed into rows: the same
+    weights to rounding, though the micro-batches of a step differ."""
     found = {}
-    for ranks in (1, 2, 3):
+    for name, ranks, options in (
+        ("reference", 1, ()),
+        ("ranks2", 2, ()),
+        ("ranks3", 3, ()),
+        ("rows3", 3, ROWS),
+    ):
         run = start_run(
-            f"ranks{ranks}", f"layout.train_ranks={ranks}", "train.steps=2", "eval.every=0"
+            name, f"layout.train_ranks={ranks}", "train.steps=2", "eval.every=0", *options
         )
         code, output = run.end()
         assert code == 0, output
-        found[ranks] = masters(run, 2), metrics(run, "train")
-    reference, rows = found[1]
-    for ranks in (2, 3):
-        other, other_rows = found[ranks]
+        found[name] = masters(run, 2), metrics(run, "train")
+    reference, rows = found.pop("reference")
+    for name, (other, other_rows) in found.items():
         # Adam's first steps have the size of the learning rate whatever the gradient: rounding
         # shows where a gradient is nearly zero, so the bound is on the root mean square.
         error = (other - reference).square().mean().sqrt()
-        assert error < 1e-5, f"{ranks} ranks: {error}"
+        assert error < 1e-5, f"{name}: {error}"
         for mine, theirs in zip(rows, other_rows, strict=True):
             assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
             assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
