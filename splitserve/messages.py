@@ -25,6 +25,8 @@ class SlotRef:
     """Unique per allocation; the writer stamps it and the reader checks it."""
     num_tokens: int
     """Rows that a complete sample has."""
+    ring: int = 0
+    """Which engine's ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class StepDone:
     wait_seconds: float
     """Time in which the rank had nothing to train on."""
     step_seconds: float
-    """The rest of the time since the last step."""
+    """Time from then until the update was done, or on a GPU until all of it was under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,23 @@ class Evaluate:
     draft_path: str
     full: bool
     """True: every temperature of the final report; False: the usual one."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateDraft:
+    """Speculate with the draft of that step from now on; for engines that do not measure."""
+
+    step: int
+    draft_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftUpdated:
+    """The engine's draft is that of the step."""
+
+    step: int
+    seconds: float
+    """In which its requests stood still."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,8 +314,10 @@ class LayoutSettings:
     device: str = "cpu"
     """cpu or cuda."""
     target: list[int] = field(default_factory=list)
-    """GPUs of the target half, counted among the visible ones; the target is split over all of
-    them (tensor parallel)."""
+    """GPUs of the target half, counted among the visible ones; an engine splits the target over
+    its share of them (tensor parallel)."""
+    engines: int = 1
+    """Engines of the target half, each with its share of the GPUs and a whole target."""
     train: list[int] = field(default_factory=list)
     """GPUs of the draft half, one DeepSpeed rank each; both halves may share a GPU."""
     train_ranks: int = 2
@@ -337,6 +339,10 @@ class LayoutSettings:
         _one_of("layout.device", self.device, ("cpu", "cuda"))
         for name in ("target", "train"):
             self._check_gpus(name, getattr(self, name))
+        engines = self.engines
+        good = engines >= 1 and (not self.target or len(self.target) % engines == 0)
+        allowed = "1 or more, a divisor of the number of layout.target's GPUs"
+        _check("layout.engines", engines, good, allowed, "give each engine as many GPUs")
         for name in ("train_ranks", "train_threads", "eval_threads", "ring_bytes"):
             _at_least(f"layout.{name}", getattr(self, name), 1)
         _check("layout.master_port", self.master_port, 0 <= self.master_port < 65536, "0 to 65535")

@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Protocol
 
 from splitserve.errors import WorkerError
 from splitserve.eval.spec import EvaluatorSpec
-from splitserve.messages import Evaluate, Evaluated, Generate, Generated, Rejected, Taught, Teach
+from splitserve.messages import (
+    DraftUpdated,
+    Evaluate,
+    Evaluated,
+    Generate,
+    Generated,
+    Rejected,
+    Taught,
+    Teach,
+    UpdateDraft,
+)
 from splitserve.transport.layout import RingAddress
 from splitserve.transport.ring import RingOwner
 
 if TYPE_CHECKING:
     from splitserve.transport.weights import ExchangeAddress
 
-Result = Generated | Taught | Rejected | Evaluated
+Result = Generated | Taught | Rejected | Evaluated | DraftUpdated
 
 
 class EngineError(WorkerError):
@@ -63,6 +73,8 @@ class EngineSpec:
     draft_path: str = ""
     """Export folder of the draft that the engine begins to speculate with; empty = it only
     captures."""
+    draft_step: int = 0
+    """Of the draft at `draft_path`."""
     exchange: ExchangeAddress | None = None
     """Where the trainers leave newer weights of that draft."""
     evaluation: EvaluatorSpec | None = None
@@ -121,9 +133,9 @@ class TargetEngine(Protocol):
     def info(self) -> dict[str, object]:
         """What the coordinator records about the engine (names, versions, layers)."""
 
-    def submit(self, request: Generate | Teach | Evaluate) -> None:
+    def submit(self, request: Generate | Teach | Evaluate | UpdateDraft) -> None:
         """Take a request; never blocks. Exactly one result follows. Only an engine that speculates
-        evaluates."""
+        takes drafts."""
 
     def close(self) -> None:
         """Stop, and leave no process and no thread behind."""

@@ -38,6 +38,8 @@ from splitserve.engine.processes import kill_descendants
 from splitserve.engine.served import ServedEvaluator
 from splitserve.engine.speculative import proposal_rid
 from splitserve.messages import (
+    EVALUATION,
+    DraftUpdated,
     Evaluate,
     Generate,
     Generated,
@@ -46,6 +48,7 @@ from splitserve.messages import (
     SlotRef,
     Taught,
     Teach,
+    UpdateDraft,
 )
 from splitserve.target.info import capturable_layers, read_target
 from splitserve.transport.ring import RingReader, SampleStates
@@ -76,8 +79,8 @@ class SGLangEngine:
         # Ids must differ, also where the coordinator asks for a response again.
         self._count = itertools.count()
         self._proposals = itertools.count(1)
-        self.draft_step = -1
-        """Of the draft in place; -1 is the one that the engine was started with."""
+        self.draft_step = spec.draft_step if spec.draft_path else -1
+        """Of the draft in place; -1 where there is none."""
         _child_deaths.clear()
         self._version = require_sglang()
         check_plugin()
@@ -141,7 +144,7 @@ class SGLangEngine:
             "start_seconds": round(self.start_seconds, 1),
         }
 
-    def submit(self, request: Generate | Teach | Evaluate) -> None:
+    def submit(self, request: Generate | Teach | Evaluate | UpdateDraft) -> None:
         """Take a request from any thread; its result goes to the sink."""
         asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
 
@@ -174,7 +177,10 @@ class SGLangEngine:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    async def _answer(self, request: Generate | Teach | Evaluate) -> None:
+    async def _answer(self, request: Generate | Teach | Evaluate | UpdateDraft) -> None:
+        if isinstance(request, UpdateDraft):
+            await self._update(request)
+            return
         if isinstance(request, Evaluate):
             assert self._evaluator is not None, "only an engine that speculates evaluates"
             await self._evaluator.answer(request, self._sink)
@@ -190,6 +196,13 @@ class SGLangEngine:
         except Exception as error:
             result = Rejected(name, slot, f"engine_error: {type(error).__name__}: {error}")
         self._sink(result)
+
+    async def _update(self, request: UpdateDraft) -> None:
+        try:
+            update = await self.update_draft(request.step, request.draft_path)
+            self._sink(DraftUpdated(update.step, update.seconds))
+        except Exception as error:
+            self._sink(Rejected(EVALUATION, None, f"engine_error: {type(error).__name__}: {error}"))
 
     async def decode(self, token_ids: Sequence[int], sampling: Sampling, rid: str) -> Answer:
         """One response as SGLang gives it, with the times of its tokens.
@@ -279,6 +292,7 @@ class SGLangEngine:
         return self._probe_reader.read(slot)
 
     async def _generate(self, request: Generate) -> Generated | Rejected:
+        draft_step = self.draft_step
         answer = await self._engine.async_generate(
             input_ids=list(request.token_ids),
             sampling_params=self._sampling_params(request.sampling),
@@ -290,7 +304,7 @@ class SGLangEngine:
         output_ids = list(answer["output_ids"])
         if kind == "stop" and isinstance(detail, int) and output_ids[-1:] != [detail]:
             output_ids.append(detail)
-        return Generated(request.request_id, tuple(output_ids), kind)
+        return Generated(request.request_id, tuple(output_ids), kind, draft_step)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         return {

@@ -18,6 +18,7 @@ from splitserve.messages import (
     SlotRef,
     Taught,
     Teach,
+    UpdateDraft,
 )
 from splitserve.target.info import read_target
 from splitserve.transport.ring import RingWriter
@@ -66,9 +67,9 @@ class TransformersEngine:
             "dtype": self.spec.dtype,
         }
 
-    def submit(self, request: Generate | Teach | Evaluate) -> None:
+    def submit(self, request: Generate | Teach | Evaluate | UpdateDraft) -> None:
         """Queue a request; its result goes to the sink."""
-        assert not isinstance(request, Evaluate), "only an engine that speculates evaluates"
+        assert isinstance(request, Generate | Teach), "only an engine that speculates takes drafts"
         self._requests.put(request)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink, TargetEngine
 from splitserve.engine.processes import kill_descendants
 from splitserve.engine.selfcheck import check_capture
-from splitserve.messages import EngineReady, Evaluate, Generate, Stop, Teach
+from splitserve.messages import EngineReady, Evaluate, Generate, Stop, Teach, UpdateDraft
 
 if TYPE_CHECKING:
     from splitserve.engine.sglang_engine import SGLangEngine
@@ -129,7 +129,7 @@ def _serve(channel: Channel, engine: TargetEngine, pending: _Pending, together: 
             return
         if isinstance(message, Generate | Teach):
             gathered.add(message)
-        elif isinstance(message, Evaluate):
+        elif isinstance(message, Evaluate | UpdateDraft):
             pending.num_submitted += 1
             engine.submit(message)
         elif message is not None:

@@ -21,6 +21,7 @@ from splitserve.errors import RunFailed
 from splitserve.messages import (
     EVALUATION,
     CheckpointSaved,
+    DraftUpdated,
     EngineReady,
     Evaluated,
     EvaluatorReady,
@@ -33,12 +34,13 @@ from splitserve.messages import (
     SlotsFree,
     SnapshotReady,
     StepDone,
-    Stop,
     Taught,
     TrainerDone,
     TrainerReady,
+    UpdateDraft,
 )
 from splitserve.run.display import Display
+from splitserve.run.engines import Engines
 from splitserve.run.evaluations import Evaluations, accept_length_of
 from splitserve.run.feeder import Feeder
 from splitserve.run.folder import RunFolder
@@ -80,8 +82,9 @@ class Coordinator:
     """Runs the workers until every step is trained and every draft measured, or until stopped.
 
     Args:
-        start_engine, start_evaluator, start_trainers: make the processes; called again where a
-            process is restarted. Without `start_evaluator` the engine measures the drafts.
+        engines: the target engines, not yet started.
+        start_evaluator, start_trainers: make the processes; called again where a process is
+            restarted. Without `start_evaluator` the first engine measures the drafts.
     """
 
     def __init__(
@@ -92,19 +95,16 @@ class Coordinator:
         options: CoordinatorOptions,
         display: Display,
         tracker: Tracker,
-        start_engine: Callable[[], ChildProcess],
+        engines: Engines,
         start_evaluator: Callable[[], ChildProcess] | None,
         start_trainers: Callable[[], list[ChildProcess]],
     ) -> None:
         self._folder, self._feeder, self._evaluations = folder, feeder, evaluations
         self._options, self._display, self._tracker = options, display, tracker
-        self._start_engine, self._start_evaluator = start_engine, start_evaluator
+        self._engines, self._start_evaluator = engines, start_evaluator
         self._start_trainers = start_trainers
         self._num_steps = options.num_steps
         self._progress = Progress(num_steps=options.num_steps)
-        self._engine: ChildProcess | None = None
-        self._engine_ready = False
-        self._engine_released = False
         self._evaluator: ChildProcess | None = None
         self._evaluator_ready = False
         self._trainers: list[ChildProcess] = []
@@ -127,7 +127,7 @@ class Coordinator:
         try:
             if self._start_evaluator is not None:
                 self._evaluator = self._start_evaluator()
-            self._engine = self._start_engine()
+            self._engines.start()
             self._trainers = self._start_trainers()
             while self._outcome is None:
                 self._turn()
@@ -144,7 +144,8 @@ class Coordinator:
             raise KeyboardInterrupt
 
     def _children(self) -> list[ChildProcess]:
-        return [c for c in (self._engine, self._evaluator, *self._trainers) if c is not None]
+        evaluators = [] if self._evaluator is None else [self._evaluator]
+        return [*self._engines.children, *evaluators, *self._trainers]
 
     def _turn(self) -> None:
         """One turn of the loop."""
@@ -154,8 +155,8 @@ class Coordinator:
             for message in child.receive():
                 self._handle(child, message)
         self._progress.tick(
-            engine_busy=self._feeder.in_flight > 0 or self._engine_measures(),
-            engine_up=self._engine_ready and not self._engine_released,
+            busy_share=self._busy_share(),
+            engine_up=self._engines.ready,
         )
         if self._signals and self._stop_at is None:
             self._begin_to_stop()
@@ -167,8 +168,12 @@ class Coordinator:
         self._display.show(self._progress, self._feeder, self._evaluations.best)
         self._end_if_done()
 
-    def _engine_measures(self) -> bool:
-        return self._start_evaluator is None and not self._evaluations.idle
+    def _busy_share(self) -> float:
+        """Share of the engines that have something to do."""
+        busy = self._engines.num_busy
+        if self._start_evaluator is None and not self._evaluations.idle:
+            busy = max(busy, 1)
+        return busy / self._engines.count
 
     def _begin_to_stop(self) -> None:
         """From here on trainers get no batch: they save and end."""
@@ -180,6 +185,7 @@ class Coordinator:
         if isinstance(message, Fatal):
             child.fatal = message.message
         elif isinstance(message, Generated):
+            self._engines.answered(child, message)
             entry = self._feeder.entries[message.request_id]
             self._folder.write_response(
                 entry.sample_id,
@@ -191,10 +197,12 @@ class Coordinator:
             self._feeder.generated(message)
             self._check_drops()
         elif isinstance(message, Taught):
+            self._engines.answered(child, message)
             self._feeder.taught(message)
         elif isinstance(message, Rejected) and message.request_id == EVALUATION:
             self._fail(child, message.reason)
         elif isinstance(message, Rejected):
+            self._engines.answered(child, message)
             self._feeder.rejected(message)
             self._check_drops()
         elif isinstance(message, NeedBatch):
@@ -204,8 +212,7 @@ class Coordinator:
         elif isinstance(message, StepDone):
             self._progress.step_done(message)
         elif isinstance(message, Metrics):
-            rates = {**self._progress.rates(), **self._feeder.counters.take_draft_age()}
-            self._log("train", message.step, {**message.values, **rates})
+            self._log("train", message.step, {**message.values, **self._rates()})
             self._progress.metrics = message.values
             self._display.metrics(message.step, message.values, self._progress)
         elif isinstance(message, SnapshotReady):
@@ -213,9 +220,11 @@ class Coordinator:
         elif isinstance(message, Evaluated):
             self._evaluated(message)
         elif isinstance(message, EngineReady):
-            self._engine_ready = True
+            self._engines.is_up(child)
             self._log("engine_ready", self._progress.step, dict(message.info))
-            self._display.note(f"target engine ready: {_short(message.info)}")
+            self._display.note(f"target {child.name} ready: {_short(message.info)}")
+        elif isinstance(message, DraftUpdated):
+            self._log("draft_update", message.step, {"seconds": message.seconds})
         elif isinstance(message, EvaluatorReady):
             self._evaluator_ready = True
         elif isinstance(message, TrainerReady):
@@ -242,6 +251,7 @@ class Coordinator:
             "target_tokens_per_second": (counters.generated_tokens + counters.taught_tokens) / up,
             "answers_per_second": counters.generated / up,
             "ring_fill": ring.used_bytes / ring.capacity_bytes,
+            **counters.take_draft_age(),
         }
 
     def _evaluated(self, message: Evaluated) -> None:
@@ -314,22 +324,20 @@ class Coordinator:
 
     def _feed(self) -> None:
         """Keep the engine filled, and let it go once nothing more can be wanted from it."""
-        if self._engine is None or not self._engine_ready or self._stop_at is not None:
+        if not self._engines.ready or self._stop_at is not None:
             return
         for request in self._feeder.requests():
-            self._engine.send(request)
+            self._engines.send(request)
         if self._start_evaluator is None:
             # It measures to the end of the run.
             return
         if not self._feeder.in_flight and not self._feeder.engine_is_needed():
-            self._engine.send(Stop())
-            self._engine.finished = self._engine_released = True
-            self._engine_ready = False
-            self._display.note("every sample is in the ring: the target engine is released")
+            self._engines.release()
+            self._display.note("every sample is in the ring: the target is released")
 
     def _evaluate(self) -> None:
         if self._start_evaluator is None:
-            evaluator = self._engine if self._engine_ready else None
+            evaluator = self._engines.first
         else:
             evaluator = self._evaluator if self._evaluator_ready else None
         if evaluator is None or self._stop_at is not None:
@@ -341,6 +349,9 @@ class Coordinator:
             self._final_asked = True
         if request is not None:
             evaluator.send(request)
+            if self._start_evaluator is None:
+                for child in self._engines.others:
+                    child.send(UpdateDraft(request.step, request.draft_path))
 
     def _end_if_done(self) -> None:
         if self._stop_at is None or self._outcome is not None:
@@ -391,8 +402,7 @@ class Coordinator:
     def _retire(self, child: ChildProcess) -> None:
         """A worker that was done has gone, by itself or because it did not go in time."""
         child.close()
-        if child is self._engine:
-            self._engine = None
+        self._engines.retire(child)
 
     def _restart(self, child: ChildProcess, problem: str) -> None:
         """Start the engine or the evaluator again; what it held is asked for again."""
@@ -404,11 +414,9 @@ class Coordinator:
         self._log("restart", self._progress.step, {"role": child.role, "problem": problem})
         self._display.note(f"{problem}; starting it again")
         if child.role == "engine":
-            self._engine_ready = False
-            self._feeder.engine_lost()
-            if self._start_evaluator is None:
+            if self._start_evaluator is None and self._engines.number_of(child) == 0:
                 self._evaluation_lost()
-            self._engine = self._start_engine()
+            self._feeder.engine_lost(self._engines.restart(child))
         else:
             assert self._start_evaluator is not None, "there is no evaluator to start again"
             self._evaluator_ready = False

@@ -31,7 +31,7 @@ from splitserve.messages import (
 )
 from splitserve.run.lazy_heap import LazyHeap
 from splitserve.run.micro_batches import MicroBatches, share_out
-from splitserve.transport.ring import RingOwner
+from splitserve.transport.rings import Rings
 
 MAX_ATTEMPTS = 3
 
@@ -101,12 +101,12 @@ class FeederCounters:
 class Feeder:
     """Owns the samples' states and the ring's slots.
 
-    No call but `engine_lost` takes longer for a run with more samples.
+    No call takes longer for a run with more samples.
 
     Args:
         entries: every sample of the run, in any order.
         schedule: which samples make up which optimizer step.
-        ring: the ring's owner; slots are taken and given back here only.
+        ring: the owner of every ring; slots are taken and given back here only.
         num_ranks, micro_batch_size, row_tokens: how a batch is shared out, see `share_out`.
         max_in_flight: requests that the engine holds at once.
         accept: turns (entry, response ids) into the sample to train on, or a reason to drop it.
@@ -117,7 +117,7 @@ class Feeder:
         self,
         entries: Iterable[Entry],
         schedule: SampleSchedule,
-        ring: RingOwner,
+        ring: Rings,
         *,
         num_ranks: int,
         micro_batch_size: int,
@@ -282,12 +282,11 @@ class Feeder:
         self._in_flight -= 1
         self._again(entry, message.reason)
 
-    def engine_lost(self) -> None:
-        """The engine has died: what it held is asked for again."""
-        self._in_flight = 0
-        for entry in self.entries.values():
-            if entry.state in (State.GENERATING, State.TEACHING):
-                self._again(entry, "engine_lost")
+    def engine_lost(self, held: Iterable[str]) -> None:
+        """An engine has died: what it held, by sample id, is asked for again."""
+        for sample_id in held:
+            self._in_flight -= 1
+            self._again(self.entries[sample_id], "engine_lost")
 
     def _again(self, entry: Entry, reason: str) -> None:
         entry.attempts += 1

@@ -33,15 +33,27 @@ class Placement:
 
     target: tuple[Gpu, ...] = ()
     train: tuple[Gpu, ...] = ()
+    num_engines: int = 1
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """One a tensor-parallel rank."""
+        """Every GPU of the target half, engine by engine."""
         return tuple(gpu.name for gpu in self.target)
 
-    def engine_environment(self) -> dict[str, str]:
-        """What the target engine may see."""
-        return _visible(self.target_names)
+    @property
+    def tp_size(self) -> int:
+        """GPUs of each engine; 1 on the CPU."""
+        return max(1, len(self.target) // self.num_engines)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The GPUs of each engine; empty groups on the CPU."""
+        size, names = self.tp_size, self.target_names
+        return tuple(names[n * size : (n + 1) * size] for n in range(self.num_engines))
+
+    def engine_environment(self, number: int) -> dict[str, str]:
+        """What an engine may see: its own GPUs, then the one where new drafts lie."""
+        return _visible((*self.groups[number], *self.target_names[:1]))
 
     def trainer_environment(self, rank: int) -> dict[str, str]:
         """What a trainer rank may see: its own GPU first, then those that it reads from."""
@@ -62,7 +74,7 @@ def place(layout: LayoutSettings, machine: Sequence[Gpu] | None = None) -> Place
         UserError: the layout names a GPU that is not there.
     """
     if not layout.on_gpu:
-        return Placement()
+        return Placement(num_engines=layout.engines)
     gpus = list(visible_gpus() if machine is None else machine)
     for field in ("target", "train"):
         wanted = getattr(layout, field)
@@ -78,6 +90,7 @@ def place(layout: LayoutSettings, machine: Sequence[Gpu] | None = None) -> Place
     return Placement(
         tuple(gpus[number] for number in layout.target),
         tuple(gpus[number] for number in layout.train),
+        layout.engines,
     )
 
 

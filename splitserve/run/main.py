@@ -16,6 +16,7 @@ from splitserve.compose import compose, compose_resumed, recipe_label, split_ove
 from splitserve.errors import RunFailed
 from splitserve.run.coordinator import Coordinator, CoordinatorOptions, Outcome
 from splitserve.run.display import Display, duration
+from splitserve.run.engines import Engines
 from splitserve.run.evaluations import Best, Evaluations, accept_length_of
 from splitserve.run.feeder import Feeder
 from splitserve.run.folder import RunFolder
@@ -25,7 +26,7 @@ from splitserve.run.workers import Workers, exchange_tensors
 from splitserve.settings import RunSettings
 from splitserve.trackers import make_tracker
 from splitserve.train.checkpoint import read_meta
-from splitserve.transport.ring import RingOwner
+from splitserve.transport.rings import Rings
 from splitserve.transport.weights import DraftExchange
 
 
@@ -77,11 +78,11 @@ def open_run(arguments: Sequence[str]) -> tuple[RunSettings, RunFolder]:
 def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console) -> Outcome:
     last = folder.last_checkpoint() if settings.resume else None
     first_step = read_meta(last)["step"] if last else 0
-    ring = RingOwner.create(settings.layout.ring_bytes, plan.ring_layout)
+    rings = Rings.create(settings.layout.ring_bytes, plan.ring_layout, plan.placement.groups)
     feeder = Feeder(
         plan.entries,
         plan.schedule,
-        ring,
+        rings,
         num_ranks=settings.layout.num_ranks,
         micro_batch_size=settings.train.micro_batch_size,
         row_tokens=settings.row_tokens,
@@ -106,7 +107,7 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         gpu = plan.placement.target_names[0]
         exchange = DraftExchange.create(exchange_tensors(plan.draft), gpu)
     address = exchange.address if exchange else None
-    workers = Workers(settings, folder, plan, ring.address, address, str(last or ""))
+    workers = Workers(settings, folder, plan, rings.addresses, address, str(last or ""))
     evaluations = Evaluations(best_so_far(folder))
     try:
         with Display(console, f"SplitServe  {settings.recipe}  {folder.path}") as display:
@@ -117,13 +118,13 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
                 options,
                 display,
                 tracker,
-                workers.engine,
+                Engines(workers.engine, settings.layout.engines),
                 None if settings.speculates else workers.evaluator,
                 workers.trainers,
             ).run()
     finally:
         tracker.finish()
-        ring.close()
+        rings.close()
         if exchange:
             exchange.close()
 

@@ -61,9 +61,7 @@ def needs(
     for rank, gpu in enumerate(placement.target):
         entry = found.setdefault(gpu.name, GpuNeeds(gpu))
         entry.roles.append(f"target rank {rank}")
-        entry.target = _target_bytes(
-            settings, len(placement.target), target_config, target_path, draft
-        )
+        entry.target = _target_bytes(settings, placement.tp_size, target_config, target_path, draft)
         if rank == 0:
             entry.target["draft exchange"] = 2 * num_parameters(draft)
     for rank, gpu in enumerate(placement.train):

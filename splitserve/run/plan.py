@@ -115,7 +115,7 @@ def make_plan(settings: RunSettings, *, check_fit: bool = True) -> Plan:
         draft.num_context_features,
         draft.hidden_size,
         settings.target.dtype,
-        num_shards=max(1, len(placement.target)),
+        num_shards=placement.tp_size,
     )
     _check_ring(settings, layout)
     memory = needs(

@@ -34,13 +34,12 @@ class Progress:
     _last_tick: float = field(default_factory=time.monotonic)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
-    def tick(self, *, engine_busy: bool, engine_up: bool) -> None:
-        """Account for the time since the last call."""
+    def tick(self, *, busy_share: float, engine_up: bool) -> None:
+        """Account for the time since the last call; `busy_share` of the engines had work."""
         now = time.monotonic()
         if engine_up:
             self.engine_up_seconds += now - self._last_tick
-            if not engine_busy:
-                self.engine_idle_seconds += now - self._last_tick
+            self.engine_idle_seconds += (1.0 - busy_share) * (now - self._last_tick)
         self._last_tick = now
 
     def trainer_ready(self, message: TrainerReady) -> None:

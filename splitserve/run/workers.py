@@ -19,6 +19,7 @@ from splitserve.run.memory import memory_fraction
 from splitserve.run.plan import Plan, evaluator_spec, longest_request
 from splitserve.run.process import ChildProcess, free_port
 from splitserve.settings import RunSettings
+from splitserve.train.checkpoint import read_meta
 from splitserve.train.spec import TrainerSpec
 from splitserve.transport.layout import RingAddress
 from splitserve.transport.weights import ExchangeAddress, TensorEntry
@@ -49,12 +50,12 @@ class Workers:
         settings: RunSettings,
         folder: RunFolder,
         plan: Plan,
-        ring: RingAddress,
+        rings: tuple[RingAddress, ...],
         exchange: ExchangeAddress | None,
         resume: str,
     ) -> None:
         self._settings, self._folder, self._plan = settings, folder, plan
-        self._ring, self._exchange, self._resume = ring, exchange, resume
+        self._rings, self._exchange, self._resume = rings, exchange, resume
 
     def _start(
         self, role: str, name: str, spec: Any, num_threads: int, gpus: Mapping[str, str]
@@ -67,15 +68,18 @@ class Workers:
         }
         return ChildProcess(role, name, spec, log_path(self._folder, name), environment)
 
-    def engine(self) -> ChildProcess:
-        """The target half."""
+    def engine(self, number: int) -> ChildProcess:
+        """One engine of the target half."""
         settings, plan = self._settings, self._plan
         engine = settings.engine
+        evaluation = None
+        if settings.speculates and number == 0:
+            evaluation = evaluator_spec(settings, plan)
         longest = longest_request(self._settings, plan)
         spec = EngineSpec(
             target_path=plan.target.path,
             layer_ids=plan.draft.target_layer_ids,
-            ring=self._ring,
+            ring=self._rings[number],
             kind=engine.kind,
             dtype=settings.target.dtype,
             device=settings.layout.device,
@@ -88,20 +92,26 @@ class Workers:
             submit_together=engine.submit_together,
             num_threads=engine.num_threads,
             port=engine.port,
-            log_file=str(log_path(self._folder, "sglang")),
+            log_file=str(log_path(self._folder, f"sglang-{number}" if number else "sglang")),
             selfcheck_tolerance=engine.selfcheck_tolerance,
-            tp_size=max(1, len(plan.placement.target)),
+            tp_size=plan.placement.tp_size,
             attention_backend=engine.attention_backend,
             mixed_chunk=engine.mixed_chunk,
             cuda_graph_batch_sizes=tuple(engine.cuda_graph_batch_sizes),
             memory_fraction=memory_fraction(self._settings, plan.memory),
             draft_path=self._first_draft() if self._settings.speculates else "",
-            evaluation=evaluator_spec(self._settings, plan) if self._settings.speculates else None,
+            draft_step=int(read_meta(Path(self._resume))["step"]) if self._resume else 0,
+            evaluation=evaluation,
             exchange=self._exchange,
             start_timeout_seconds=engine.start_timeout_seconds,
         )
+        suffix = f"-{number}" if plan.placement.num_engines > 1 else ""
         return self._start(
-            "engine", "engine", spec, engine.num_threads, plan.placement.engine_environment()
+            "engine",
+            f"engine{suffix}",
+            spec,
+            engine.num_threads,
+            plan.placement.engine_environment(number),
         )
 
     def _first_draft(self) -> str:
@@ -151,9 +161,10 @@ class Workers:
                     warm_start=settings.draft.warm_start,
                     seed=settings.seed,
                     eval_every=settings.eval.every,
-                    ring=self._ring,
+                    rings=self._rings,
                     checkpoints=str(self._folder.checkpoints.resolve()),
                     snapshots=str(self._folder.snapshots.resolve()),
+                    exchange=self._exchange,
                     resume_from=self._resume,
                     collective_timeout_seconds=layout.collective_timeout_seconds,
                 ),

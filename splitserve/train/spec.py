@@ -8,6 +8,7 @@ from dspark.config import DraftConfig
 from dspark.objective import ObjectiveConfig
 from splitserve.settings import TrainSettings
 from splitserve.transport.layout import RingAddress
+from splitserve.transport.weights import ExchangeAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class TrainerSpec:
     seed: int
     eval_every: int
     """Steps between two snapshots for the evaluator; 0 only at start and end."""
-    ring: RingAddress
+    rings: tuple[RingAddress, ...]
+    """One for each target engine."""
     checkpoints: str
     """Folder of checkpoints, one folder each."""
     snapshots: str
     """Folder of drafts for the evaluator, one folder each."""
+    exchange: ExchangeAddress | None = None
+    """Where the weights of every snapshot go first; None leaves them to the folder alone."""
     resume_from: str = ""
     """A checkpoint folder; empty starts anew."""
     collective_timeout_seconds: float = 300.0

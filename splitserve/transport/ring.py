@@ -52,9 +52,14 @@ class RingOwner:
     """Creates the ring and hands out its space, first fit, neighbours merged when freed."""
 
     def __init__(
-        self, address: RingAddress, host: HostMemory, segments: list[DeviceMemory]
+        self,
+        address: RingAddress,
+        host: HostMemory,
+        segments: list[DeviceMemory],
+        number: int = 0,
     ) -> None:
         self.address, self.layout = address, address.layout
+        self._number = number
         self._memory = RingMemory(address, host, segments)
         self._segments = segments
         self._holes: list[tuple[int, int]] = [(0, address.capacity_bytes)]
@@ -63,7 +68,14 @@ class RingOwner:
         self._next_generation = 1
 
     @classmethod
-    def create(cls, capacity_bytes: int, layout: RingLayout, gpus: Sequence[str] = ()) -> RingOwner:
+    def create(
+        cls,
+        capacity_bytes: int,
+        layout: RingLayout,
+        gpus: Sequence[str] = (),
+        *,
+        number: int = 0,
+    ) -> RingOwner:
         """Make a ring with `capacity_bytes` of payload in each shard.
 
         Args:
@@ -72,6 +84,7 @@ class RingOwner:
             layout: widths, type and number of shards.
             gpus: id of each shard's GPU, as in this process's CUDA_VISIBLE_DEVICES; none keeps
                 the ring on the host.
+            number: which of several rings this is; its slots say so.
 
         Raises:
             ValueError: not even a sample of one token fits, or there is not one GPU per shard.
@@ -102,7 +115,7 @@ class RingOwner:
         address = RingAddress(
             host.path, layout, capacity_bytes, tuple(segment.segment for segment in segments)
         )
-        return cls(address, host, segments)
+        return cls(address, host, segments, number)
 
     @property
     def capacity_bytes(self) -> int:
@@ -143,7 +156,9 @@ class RingOwner:
             else:
                 self._holes[number] = (offset + num_bytes, size - num_bytes)
             index = self._indices.pop()
-            slot = SlotRef(index, offset, num_bytes, self._next_generation, num_tokens)
+            slot = SlotRef(
+                index, offset, num_bytes, self._next_generation, num_tokens, self._number
+            )
             self._next_generation += 1
             self._slots[index] = slot
             self._stamp(slot, slot.generation)

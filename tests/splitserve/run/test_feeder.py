@@ -22,7 +22,7 @@ from splitserve.messages import (
 )
 from splitserve.run.feeder import MAX_ATTEMPTS, Entry, Feeder, State
 from splitserve.transport.layout import RingLayout
-from splitserve.transport.ring import RingOwner
+from splitserve.transport.rings import Rings
 
 LAYOUT = RingLayout(num_context_features=8, hidden_size=4, dtype="bfloat16")
 PROMPT = (1, 2, 3)
@@ -41,15 +41,15 @@ def items_of(batch: Batch) -> list[BatchItem]:
 
 
 @pytest.fixture
-def rings() -> Iterator[list[RingOwner]]:
-    made: list[RingOwner] = []
+def rings() -> Iterator[list[Rings]]:
+    made: list[Rings] = []
     yield made
     for ring in made:
         ring.close()
 
 
 def make_feeder(
-    rings: list[RingOwner],
+    rings: list[Rings],
     *,
     num_samples: int = 12,
     num_steps: int = 9,
@@ -61,7 +61,7 @@ def make_feeder(
     row_tokens: int = 0,
     micro_batch_size: int = 1,
 ) -> Feeder:
-    ring = RingOwner.create(slots * LAYOUT.slot_bytes(len(PROMPT) + 4), LAYOUT)
+    ring = Rings.create(slots * LAYOUT.slot_bytes(len(PROMPT) + 4), LAYOUT, [()])
     rings.append(ring)
     names = [f"p{i}/0" for i in range(num_samples)]
     return Feeder(
@@ -127,7 +127,7 @@ def drain(feeder: Feeder, engine: FakeEngine, ranks: int) -> list[list[list[tupl
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("slots", [9, 100])
 def test_batches_do_not_depend_on_ranks_arrival_or_ring(
-    rings: list[RingOwner], ranks: int, slots: int
+    rings: list[Rings], ranks: int, slots: int
 ) -> None:
     """Also with a ring that holds only two batches, where samples are taught again."""
     feeder = make_feeder(rings, ranks=ranks, slots=slots)
@@ -136,7 +136,7 @@ def test_batches_do_not_depend_on_ranks_arrival_or_ring(
     assert [sorted(item for share in shares for item in share) for shares in given] == wanted
 
 
-def test_every_answer_is_paid_for_once_and_every_slot_comes_back(rings: list[RingOwner]) -> None:
+def test_every_answer_is_paid_for_once_and_every_slot_comes_back(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, slots=9)
     engine = FakeEngine(feeder)
     drain(feeder, engine, 2)
@@ -147,7 +147,7 @@ def test_every_answer_is_paid_for_once_and_every_slot_comes_back(rings: list[Rin
     assert all(entry.leases == 0 for entry in feeder.entries.values())
 
 
-def test_leased_slots_are_never_evicted(rings: list[RingOwner]) -> None:
+def test_leased_slots_are_never_evicted(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, slots=9)
     engine = FakeEngine(feeder)
     while (batch := feeder.batch(0, 0)) is None:
@@ -159,7 +159,7 @@ def test_leased_slots_are_never_evicted(rings: list[RingOwner]) -> None:
         assert entry.state is State.READY and entry.slot == item.slot
 
 
-def test_no_more_in_flight_than_allowed_and_teaching_comes_first(rings: list[RingOwner]) -> None:
+def test_no_more_in_flight_than_allowed_and_teaching_comes_first(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, in_flight=3)
     first = feeder.requests()
     assert len(first) == 3 and all(isinstance(r, Generate) for r in first)
@@ -171,7 +171,7 @@ def test_no_more_in_flight_than_allowed_and_teaching_comes_first(rings: list[Rin
 
 
 def test_a_useless_answer_is_dropped_under_its_reason_and_batches_shrink(
-    rings: list[RingOwner],
+    rings: list[Rings],
 ) -> None:
     feeder = make_feeder(rings)
     engine = FakeEngine(feeder)
@@ -182,7 +182,7 @@ def test_a_useless_answer_is_dropped_under_its_reason_and_batches_shrink(
     assert names == set(feeder.entries) - {"p3/0"}
 
 
-def test_rejected_requests_are_tried_again_then_dropped(rings: list[RingOwner]) -> None:
+def test_rejected_requests_are_tried_again_then_dropped(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, num_samples=4, batch=2)
     engine = FakeEngine(feeder)
     bad = feeder.schedule.batch(0)[0][1]
@@ -195,21 +195,22 @@ def test_rejected_requests_are_tried_again_then_dropped(rings: list[RingOwner]) 
     assert feeder.batch(0, 0) is not None
 
 
-def test_an_engine_that_dies_loses_nothing(rings: list[RingOwner]) -> None:
+def test_an_engine_that_dies_loses_nothing(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, in_flight=6)
     engine = FakeEngine(feeder)
     for _ in range(9):
         engine.turn()
     lost = len(engine.held)
     assert lost > 0
+    held = [r.sample_id if isinstance(r, Teach) else r.request_id for r in engine.held]
     engine.held.clear()
-    feeder.engine_lost()
+    feeder.engine_lost(held)
     assert feeder.in_flight == 0
     drain(feeder, engine, 2)
     assert not feeder.counters.dropped
 
 
-def test_stored_answers_are_not_asked_for_again(rings: list[RingOwner]) -> None:
+def test_stored_answers_are_not_asked_for_again(rings: list[Rings]) -> None:
     feeder = make_feeder(rings)
     for entry in feeder.entries.values():
         feeder.answer(entry, (7, 8, 9))
@@ -218,7 +219,7 @@ def test_stored_answers_are_not_asked_for_again(rings: list[RingOwner]) -> None:
     assert engine.num_generated == {}
 
 
-def test_a_resumed_run_begins_with_the_same_batch(rings: list[RingOwner]) -> None:
+def test_a_resumed_run_begins_with_the_same_batch(rings: list[Rings]) -> None:
     whole = make_feeder(rings)
     resumed = make_feeder(rings, first_step=4)
     engine = FakeEngine(resumed)
@@ -228,7 +229,7 @@ def test_a_resumed_run_begins_with_the_same_batch(rings: list[RingOwner]) -> Non
     assert tuple((item.epoch, item.sample_id) for item in items_of(batch)) == wanted
 
 
-def test_the_engine_is_let_go_once_everything_is_in_the_ring(rings: list[RingOwner]) -> None:
+def test_the_engine_is_let_go_once_everything_is_in_the_ring(rings: list[Rings]) -> None:
     feeder = make_feeder(rings)
     engine = FakeEngine(feeder)
     assert feeder.engine_is_needed()
@@ -238,7 +239,7 @@ def test_the_engine_is_let_go_once_everything_is_in_the_ring(rings: list[RingOwn
     assert not feeder.engine_is_needed()
 
 
-def test_the_engine_is_kept_while_the_ring_cannot_hold_everything(rings: list[RingOwner]) -> None:
+def test_the_engine_is_kept_while_the_ring_cannot_hold_everything(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, slots=9)
     engine = FakeEngine(feeder)
     for _ in range(200):
@@ -246,7 +247,7 @@ def test_the_engine_is_kept_while_the_ring_cannot_hold_everything(rings: list[Ri
     assert feeder.engine_is_needed()
 
 
-def test_micro_batches_are_as_many_on_every_rank(rings: list[RingOwner]) -> None:
+def test_micro_batches_are_as_many_on_every_rank(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, ranks=3, batch=4)
     engine = FakeEngine(feeder)
     batches = []
@@ -258,7 +259,7 @@ def test_micro_batches_are_as_many_on_every_rank(rings: list[RingOwner]) -> None
 
 
 def test_a_rank_gets_its_steps_in_order_however_far_ahead_it_asks(
-    rings: list[RingOwner],
+    rings: list[Rings],
 ) -> None:
     """Every answer is there, and with it the second batch; yet the first is not taught."""
     feeder = make_feeder(rings, ranks=1)
@@ -273,7 +274,7 @@ def test_a_rank_gets_its_steps_in_order_however_far_ahead_it_asks(
     assert [b.step for b in (feeder.batch(0, 0), feeder.batch(0, 1)) if b is not None] == [0, 1]
 
 
-def test_the_last_batch_says_so(rings: list[RingOwner]) -> None:
+def test_the_last_batch_says_so(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, ranks=1, num_steps=2)
     engine = FakeEngine(feeder)
     said = []
@@ -286,7 +287,7 @@ def test_the_last_batch_says_so(rings: list[RingOwner]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_hold_the_whole_batch_with_its_supervised_tokens(
-    rings: list[RingOwner], ranks: int
+    rings: list[Rings], ranks: int
 ) -> None:
     """Samples of 7 tokens, three of them to a row of 21."""
     feeder = make_feeder(rings, ranks=ranks, batch=5, row_tokens=22, micro_batch_size=4)
@@ -303,7 +304,7 @@ def test_rows_hold_the_whole_batch_with_its_supervised_tokens(
     assert sizes == ([[3, 2]] if ranks == 1 else [[3], [2], [0]])
 
 
-def test_the_age_of_answers_is_counted_where_a_draft_took_part(rings: list[RingOwner]) -> None:
+def test_the_age_of_answers_is_counted_where_a_draft_took_part(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, ranks=1, num_samples=8, batch=4, num_steps=4)
     engine = FakeEngine(feeder)
     for _, name in feeder.schedule.batch(0):
@@ -325,7 +326,7 @@ def test_the_age_of_answers_is_counted_where_a_draft_took_part(rings: list[RingO
     assert feeder.counters.take_draft_age() == {}
 
 
-def test_counts_are_those_of_the_entries(rings: list[RingOwner]) -> None:
+def test_counts_are_those_of_the_entries(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, slots=9)
     engine = FakeEngine(feeder)
     engine.output["p3/0"] = (7,)
@@ -337,7 +338,7 @@ def test_counts_are_those_of_the_entries(rings: list[RingOwner]) -> None:
     assert feeder.count(*State) == len(feeder.entries)
 
 
-def test_what_is_evicted_is_needed_later_than_what_comes_in(rings: list[RingOwner]) -> None:
+def test_what_is_evicted_is_needed_later_than_what_comes_in(rings: list[Rings]) -> None:
     feeder = make_feeder(rings, num_samples=40, num_steps=30, slots=9)
     engine = FakeEngine(feeder)
     for step in range(20):
@@ -357,7 +358,7 @@ def test_what_is_evicted_is_needed_later_than_what_comes_in(rings: list[RingOwne
     assert feeder.counters.evicted > 0
 
 
-def test_twenty_thousand_samples_are_fed_in_seconds(rings: list[RingOwner]) -> None:
+def test_twenty_thousand_samples_are_fed_in_seconds(rings: list[Rings]) -> None:
     """Both where all fit into the ring and where it holds two batches and a little."""
     for slots in (20_100, 600):
         started = time.monotonic()

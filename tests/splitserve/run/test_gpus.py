@@ -50,9 +50,18 @@ def draft_of(target: dict[str, Any]) -> DraftConfig:
 def test_gpus_are_taken_by_their_place_and_named_as_the_machine_does() -> None:
     placement = place(LayoutSettings(device="cuda", target=[0, 1], train=[3, 2]), MACHINE)
     assert placement.target_names == ("4", "5")
-    assert placement.engine_environment() == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert placement.engine_environment(0) == {"CUDA_VISIBLE_DEVICES": "4,5"}
     assert placement.trainer_environment(0) == {"CUDA_VISIBLE_DEVICES": "7,4,5"}
     assert placement.trainer_environment(1) == {"CUDA_VISIBLE_DEVICES": "6,4,5"}
+
+
+def test_every_engine_sees_its_own_gpus_and_the_one_where_drafts_lie() -> None:
+    layout = LayoutSettings(device="cuda", target=[3, 1, 2, 0], engines=2, train=[0])
+    placement = place(layout, MACHINE)
+    assert placement.tp_size == 2
+    assert placement.groups == (("7", "5"), ("6", "4"))
+    assert placement.engine_environment(0) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    assert placement.engine_environment(1) == {"CUDA_VISIBLE_DEVICES": "6,4,7"}
 
 
 def test_a_shared_gpu_is_named_once() -> None:
@@ -62,7 +71,7 @@ def test_a_shared_gpu_is_named_once() -> None:
 
 def test_the_cpu_needs_no_gpu() -> None:
     placement = place(LayoutSettings(), [])
-    assert placement.engine_environment() == placement.trainer_environment(0) == {}
+    assert placement.engine_environment(0) == placement.trainer_environment(0) == {}
 
 
 @pytest.mark.parametrize(
