@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from serving.contract import contract_problems
+from serving.profiles import Profile, Request, build_launch
 
 
 def launch_command(draft_path: str, target_path: str, *, tp_size: int = 1) -> list[str]:
     """SGLang's launch line for an exported draft, one argument an item.
+
+    Where it will run is not known, so backends are left to SGLang; `splitserve serve` chooses them
+    for the machine that it is on.
 
     Args:
         draft_path: the export folder.
@@ -17,27 +17,7 @@ def launch_command(draft_path: str, target_path: str, *, tp_size: int = 1) -> li
         tp_size: GPUs that the target is split over.
 
     Raises:
-        ValueError: the draft's config.json does not meet SGLang's contract for that target.
+        ValueError: the draft does not meet SGLang's contract for that target.
     """
-    draft = json.loads((Path(draft_path) / "config.json").read_text())
-    target_config = Path(target_path) / "config.json"
-    if target_config.is_file():
-        problems = contract_problems(draft, json.loads(target_config.read_text()))
-        if problems:
-            raise ValueError(
-                f"draft {draft_path}: SGLang cannot serve it: {'; '.join(problems)}; "
-                "train it again with these settings corrected"
-            )
-    return [
-        "python",
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        target_path,
-        "--speculative-algorithm",
-        "DSPARK",
-        "--speculative-draft-model-path",
-        draft_path,
-        "--tp-size",
-        str(tp_size),
-    ]
+    request = Request(Profile.DSPARK_STATIC, target_path, draft_path, tp_size=tp_size)
+    return build_launch(request).command()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dspark.report import AcceptReport
@@ -40,6 +40,63 @@ class Answer:
     """When its first token came."""
     last: float
     """When its last token came."""
+    token_ids: tuple[int, ...] = field(default=(), repr=False)
+    """The answer, where the server was asked for it."""
+    arrivals: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+    """When how many tokens had come, seconds and total."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    ignore_eos: bool = False
+    """Go on to `max_new_tokens` whatever is generated."""
+    stop_token_ids: tuple[int, ...] = ()
+
+    def sampling(self) -> dict[str, Any]:
+        """SGLang's `sampling_params`."""
+        return {
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_new_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+
+
+Stream = AsyncIterator[dict[str, Any]]
+"""SGLang's parts of an answer as they come."""
+
+
+async def record_stream(stream: Stream) -> Answer:
+    """Read a stream to its end and note when what came.
+
+    Raises:
+        ValueError: SGLang gave the request up.
+    """
+    asked = time.monotonic()
+    arrivals: list[tuple[float, int]] = []
+    tokens: list[int] = []
+    part: dict[str, Any] = {}
+    async for part in stream:
+        now = time.monotonic()
+        count = int(part["meta_info"].get("completion_tokens") or 0)
+        if count and (not arrivals or count > arrivals[-1][1]):
+            arrivals.append((now, count))
+        ids = part.get("output_ids") or []
+        # Parts hold everything so far, or only what is new, as the server is set.
+        tokens = list(ids) if len(ids) == count else tokens + list(ids)
+    meta = part.get("meta_info") or {}
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") not in ("stop", "length") or not arrivals:
+        raise ValueError(
+            f"SGLang gave a request up: {reason or 'the stream ended early'}; allowed: an answer "
+            "that ends by itself or at its limit; see the server's log"
+        )
+    return Answer(meta, asked, arrivals[0][0], arrivals[-1][0], tuple(tokens), tuple(arrivals))
 
 
 Decode = Callable[[Sequence[int], float, int], Awaitable[Answer]]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from serving.measure import Answer
+from serving.facts import Gpu
+from serving.launch_spec import Launch, Setting
+from serving.measure import Answer, Ask, Stream, record_stream
+from serving.profiles import MEASURING, Profile, Request, build_launch
 from serving.version import require_sglang
 
 T = TypeVar("T")
@@ -31,29 +36,35 @@ class OfflineSettings:
     cuda_graph_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 
 
-def offline_arguments(settings: OfflineSettings) -> dict[str, Any]:
-    """SGLang's own arguments for these settings."""
-    arguments: dict[str, Any] = {
-        "model_path": settings.target_path,
+def offline_launch(settings: OfflineSettings) -> Launch:
+    """The start of an engine with these settings.
+
+    Raises:
+        ValueError: the draft does not meet SGLang's contract for that target.
+    """
+    request = Request(
+        Profile.DSPARK_STATIC if settings.draft_path else Profile.PLAIN,
+        settings.target_path,
+        settings.draft_path,
+        gpu=Gpu.OTHER,
+        tp_size=settings.tp_size,
+        context_length=settings.context_length,
+    )
+    values: dict[str, Any] = {
         "dtype": settings.dtype,
-        "tp_size": settings.tp_size,
-        "context_length": settings.context_length,
         "max_running_requests": settings.max_running_requests,
         "mem_fraction_static": settings.memory_fraction,
-        "cuda_graph_bs_decode": list(settings.cuda_graph_batch_sizes),
-        "disable_prefill_cuda_graph": True,
-        "disable_radix_cache": True,
-        "skip_tokenizer_init": True,
-        "grammar_backend": "none",
-        "sampling_backend": "pytorch",
-        "log_level": "warning",
+        "cuda_graph_bs_decode": settings.cuda_graph_batch_sizes,
     }
-    if settings.draft_path:
-        arguments["speculative_algorithm"] = "DSPARK"
-        arguments["speculative_draft_model_path"] = settings.draft_path
     if settings.attention_backend:
-        arguments["attention_backend"] = settings.attention_backend
-    return arguments
+        values["attention_backend"] = settings.attention_backend
+    asked = [Setting(name, value, "asked for") for name, value in values.items()]
+    return build_launch(request).plus([*MEASURING, *asked])
+
+
+def offline_arguments(settings: OfflineSettings) -> dict[str, Any]:
+    """SGLang's own arguments for these settings."""
+    return offline_launch(settings).argument_dict()
 
 
 class OfflineEngine:
@@ -62,13 +73,15 @@ class OfflineEngine:
     Raises ValueError for another SGLang than the supported one.
     """
 
-    def __init__(self, settings: OfflineSettings, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, start: Launch | OfflineSettings, eos_token_ids: Sequence[int] = ()) -> None:
         require_sglang()
-        from sglang import Engine
-
-        self._eos_token_ids = list(eos_token_ids)
+        launch = start if isinstance(start, Launch) else offline_launch(start)
+        self._eos_token_ids = tuple(eos_token_ids)
         started = time.monotonic()
-        self._engine = Engine(**offline_arguments(settings))
+        with _variables(launch.environment_dict()):
+            from sglang import Engine
+
+            self._engine = Engine(**launch.argument_dict())
         self.start_seconds = time.monotonic() - started
 
     def __enter__(self) -> OfflineEngine:
@@ -88,22 +101,58 @@ class OfflineEngine:
 
         Raises ValueError if SGLang gives the request up.
         """
-        asked = time.monotonic()
-        stream = await self._engine.async_generate(
-            input_ids=list(token_ids),
-            sampling_params={
-                "temperature": temperature,
-                "max_new_tokens": max_new_tokens,
-                "stop_token_ids": self._eos_token_ids,
-            },
-            stream=True,
+        return await self.ask(
+            Ask(tuple(token_ids), temperature, max_new_tokens, stop_token_ids=self._eos_token_ids)
         )
-        first, last, answer = 0.0, 0.0, None
-        async for part in stream:
-            last = time.monotonic()
-            first = first or last
-            answer = part
-        reason = {} if answer is None else answer["meta_info"].get("finish_reason") or {}
-        if answer is None or reason.get("type") not in ("stop", "length"):
-            raise ValueError(f"SGLang gave a request up: {reason}")
-        return Answer(answer["meta_info"], asked, first, last)
+
+    async def ask(self, ask: Ask) -> Answer:
+        """One answer, streamed for its times. Raises ValueError if SGLang gives it up."""
+
+        async def stream() -> Stream:
+            parts = await self._engine.async_generate(
+                input_ids=list(ask.token_ids), sampling_params=ask.sampling(), stream=True
+            )
+            async for part in parts:
+                yield part
+
+        return await record_stream(stream())
+
+    async def info(self) -> dict[str, Any]:
+        """SGLang's resolved arguments, and its state under `internal_states`."""
+        manager = self._engine.tokenizer_manager
+        return {
+            **manager.server_args.resolved_dict(),
+            "internal_states": await manager.get_internal_state(),
+        }
+
+    async def start_profile(self, folder: str) -> None:
+        """Have every rank record a torch trace from now on."""
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        await self._engine.tokenizer_manager.start_profile(
+            ProfileReq(
+                output_dir=folder,
+                activities=["CPU", "GPU"],
+                with_stack=False,
+                record_shapes=False,
+            )
+        )
+
+    async def stop_profile(self) -> None:
+        """End the trace; each rank writes a `*.trace.json.gz` into the folder."""
+        await self._engine.tokenizer_manager.stop_profile()
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,180 @@
+"""What a decode profile depends on: the target, the draft and the GPUs, read and not guessed."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class Family(Enum):
+    """Targets that want the same settings."""
+
+    DENSE = "dense"
+    """Grouped-query attention and dense feed-forward layers: Qwen3, Llama and their like."""
+    LING3 = "bailing_moe_v3"
+    """Ling-3: Kimi delta attention, multi-head latent attention, mixture of experts."""
+    OTHER = "other"
+
+
+class Gpu(Enum):
+    """GPU generations that differ in the kernels that SGLang has for them."""
+
+    AMPERE = "ampere"
+    HOPPER = "hopper"
+    BLACKWELL = "blackwell"
+    """Data-centre Blackwell, compute capability 10.x."""
+    CPU = "cpu"
+    OTHER = "other"
+    """Unknown or without kernels of its own (12.x for one): backends are left to SGLang."""
+
+
+_DENSE_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_LING3_ARCHITECTURES = frozenset({"BailingMoeV3ForCausalLM"})
+_GENERATIONS = {8: Gpu.AMPERE, 9: Gpu.HOPPER, 10: Gpu.BLACKWELL}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a target's config.json says; nothing but its path for a name on a hub."""
+
+    path: str
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The language model's part of the config.json; empty if that is unknown."""
+        config = self.config or {}
+        return config.get("text_config") or config
+
+    @property
+    def architecture(self) -> str:
+        """First of `architectures`; empty if unknown."""
+        return str(((self.config or {}).get("architectures") or [""])[0])
+
+    @property
+    def family(self) -> Family:
+        """By the architecture."""
+        if self.architecture in _LING3_ARCHITECTURES:
+            return Family.LING3
+        return Family.DENSE if self.architecture in _DENSE_ARCHITECTURES else Family.OTHER
+
+    @property
+    def num_mtp_layers(self) -> int | None:
+        """Layers for multi-token prediction, which NEXTN drafts with; None if unknown."""
+        if self.config is None:
+            return None
+        return int(self.text.get("num_nextn_predict_layers") or 0)
+
+    @property
+    def fp8_block(self) -> int:
+        """Rows of a block of fp8 weights that share a scale; 0 for any other weights."""
+        quantization = (self.config or {}).get("quantization_config") or {}
+        block = quantization.get("weight_block_size") or [0]
+        return int(block[0]) if quantization.get("quant_method") == "fp8" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """What a draft folder holds."""
+
+    path: str
+    config: Mapping[str, Any] = field(repr=False)
+    tensors: frozenset[str] = field(repr=False)
+    """Names of its weights."""
+
+    @property
+    def block_size(self) -> int:
+        """Drafts per round that it was trained for; 0 if the config.json does not say."""
+        value = self.config.get("block_size")
+        return value if isinstance(value, int) else 0
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Both tensors that SGLang asks for outside of static verification."""
+        return {"confidence_head.proj.weight", "confidence_head.proj.bias"} <= self.tensors
+
+
+def read_target(path: str) -> TargetFacts:
+    """The facts of a target folder, or just the name of one on a hub.
+
+    Raises:
+        ValueError: the folder's config.json is not JSON.
+    """
+    file = Path(path) / "config.json"
+    return TargetFacts(path, _read_json(file, "target") if file.is_file() else None)
+
+
+def read_draft(path: str) -> DraftFacts:
+    """The facts of a draft folder.
+
+    Raises:
+        ValueError: there is no config.json, or a file cannot be read.
+    """
+    folder = Path(path)
+    config = _read_json(folder / "config.json", "draft")
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        names |= tensor_names(file)
+    return DraftFacts(path, config, frozenset(names))
+
+
+def tensor_names(file: Path) -> set[str]:
+    """Names in a safetensors file, from its header alone.
+
+    Raises:
+        ValueError: the file is cut off or not in that format.
+    """
+    try:
+        with open(file, "rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size))
+    except (OSError, struct.error, json.JSONDecodeError, MemoryError, OverflowError) as error:
+        raise ValueError(
+            f"draft weights {file} cannot be read ({error}); allowed: a whole safetensors file; "
+            "export the draft again"
+        ) from error
+    return {name for name in header if name != "__metadata__"}
+
+
+def _read_json(file: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{what}={str(file.parent)!r} is not usable: config.json cannot be read ({error}); "
+            "allowed: a Hugging Face model folder; name one"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{what}={str(file.parent)!r} is not usable: config.json holds a "
+            f"{type(found).__name__}; allowed: an object; name a model folder"
+        )
+    return found
+
+
+def gpu_of_capability(capability: str) -> Gpu:
+    """The generation of a compute capability such as "9.0"."""
+    major = capability.partition(".")[0].strip()
+    return _GENERATIONS.get(int(major), Gpu.OTHER) if major.isdigit() else Gpu.OTHER
+
+
+def detect_gpu() -> tuple[Gpu, int]:
+    """Generation and number of the GPUs of this machine; (CPU, 0) without any.
+
+    Asks the driver's own tool, so that this process opens no GPU.
+    """
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return Gpu.CPU, 0
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    if result.returncode or not lines:
+        return Gpu.CPU, 0
+    return gpu_of_capability(lines[0]), len(lines)
