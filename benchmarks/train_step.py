@@ -140,8 +140,6 @@ def random_batch(geometry: Geometry, shape: Shape, seed: int) -> TrainingBatch:
             config.vocab_size, (shape.tokens,), generator=torch.Generator().manual_seed(seed)
         ),
         loss_mask_S=torch.ones(shape.tokens, dtype=torch.bool),
-        features_SF=noise(config.num_context_features),
-        target_states_SD=noise(config.hidden_size),
     )
     layout = lay_out(
         [sample],
@@ -151,7 +149,7 @@ def random_batch(geometry: Geometry, shape: Shape, seed: int) -> TrainingBatch:
         row_tokens=shape.tokens,
     )
     return layout.with_states(
-        [sample],
+        [(noise(config.num_context_features), noise(config.hidden_size))],
         num_features=config.num_context_features,
         hidden_size=config.hidden_size,
         dtype=torch.bfloat16,

@@ -5,7 +5,7 @@ Shapes: B row, S position, A anchor, G block position, D hidden, F context featu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,7 +17,7 @@ from dspark.objective_config import ObjectiveConfig, objective_denominators
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One document with the target's states of every token."""
+    """One document."""
 
     sample_id: str
     epoch: int
@@ -25,8 +25,6 @@ class TrainingSample:
     """int64."""
     loss_mask_S: torch.Tensor
     """bool."""
-    features_SF: torch.Tensor
-    target_states_SD: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,40 +53,42 @@ class BatchLayout:
 
     @property
     def block_size(self) -> int:
+        """Labels of an anchor."""
         return self.labels_BAG.shape[2]
 
     def with_states(
         self,
-        samples: Sequence[TrainingSample],
+        states: Iterable[tuple[torch.Tensor, torch.Tensor]],
         *,
         num_features: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> TrainingBatch:
-        """The whole micro-batch on a device, the states copied out of the samples.
+        """The whole micro-batch on a device, with copies of the target's states.
 
         On a GPU the host waits for nothing: states in device memory are copied by the current
-        stream, and what lies on the host passes through pinned memory.
+        stream, and what is laid out passes through pinned memory.
 
         Args:
-            samples: those that were laid out, in their order.
+            states: features [S, F] and target states [S, D] of each sample that was laid out, in
+                their order; taken one at a time.
             num_features, hidden_size, dtype: of the states.
         """
         batch, length = self.token_ids_BS.shape
         features = torch.empty(batch, length, num_features, dtype=dtype, device=device)
-        states = torch.empty(batch, length, hidden_size, dtype=dtype, device=device)
+        target_states = torch.empty(batch, length, hidden_size, dtype=dtype, device=device)
         ends = [0] * batch
-        for index, sample in enumerate(samples):
+        for index, (features_SF, target_states_SD) in enumerate(states):
             row = index if batch > 1 else 0
-            part = slice(ends[row], ends[row] + sample.features_SF.shape[0])
-            features[row, part].copy_(sample.features_SF, non_blocking=True)
-            states[row, part].copy_(sample.target_states_SD, non_blocking=True)
+            part = slice(ends[row], ends[row] + features_SF.shape[0])
+            features[row, part].copy_(features_SF, non_blocking=True)
+            target_states[row, part].copy_(target_states_SD, non_blocking=True)
             ends[row] = part.stop
         for row, end in enumerate(ends):
             # Padding is masked, but a NaN there would not stay there.
             features[row, end:] = 0
-            states[row, end:] = 0
+            target_states[row, end:] = 0
         moved = {
             f.name: _moved(getattr(self, f.name), device)
             for f in fields(self)
@@ -98,7 +98,7 @@ class BatchLayout:
             **moved,
             target_bounds_M2=self.target_bounds_M2,
             features_BSF=features,
-            target_states_BSD=states,
+            target_states_BSD=target_states,
         )
 
 

@@ -155,11 +155,14 @@ def _sync_folder(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def gather_draft_state(draft: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The draft's weights for export, collective over all ranks.
+def gather_draft_state(draft: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Copies of the draft's weights as they are now, on its device; collective over all ranks.
 
     The half-precision weights are the same on every rank and are what is served. The confidence
     head is served in float32, so its weights come from the optimizer's masters.
+
+    Args:
+        keep: False only takes part and gives nothing.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -169,5 +172,6 @@ def gather_draft_state(draft: torch.nn.Module) -> dict[str, torch.Tensor]:
         if name.startswith("confidence_head."):
             master = safe_get_full_fp32_param(parameter)
             value = value if master is None else master.view_as(parameter)
-        state[name] = value.float().cpu()
+        if keep:
+            state[name] = value.clone()
     return state

@@ -1,14 +1,19 @@
 """What a rank measures between two log lines, reduced over ranks once per interval.
 
-Sums stay on the rank's device; the host reads loss and gradient norm once per optimizer step.
+Everything stays on the rank's device until then. Only whether a step was finite is read earlier,
+from a copy that arrives while the next step runs.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from splitserve.train.streams import HostCopy
 
 
 class MetricWindow:
@@ -18,65 +23,78 @@ class MetricWindow:
     of all ranks have been added up.
     """
 
-    def __init__(self, block_size: int, world_size: int) -> None:
-        self._block_size, self._world_size = block_size, world_size
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._unread: deque[tuple[int, HostCopy]] = deque()
         self._clear()
 
     def _clear(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._loss: torch.Tensor | float = 0.0
+        self._sizes: dict[str, int] = {}
+        self._sums: torch.Tensor | None = None
+        """float64, every metric's numbers and the loss, in the order of `_sizes`."""
+        self._norms: torch.Tensor | None = None
+        self._step_loss: torch.Tensor | None = None
         self._num_steps = 0
         self._rate = 0.0
-        self._grad_norm = 0.0
-        self._step_loss: torch.Tensor | float = 0.0
 
     def add(self, metrics: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
         """Take the sums of one micro-batch; `loss` is already divided by the window's weight."""
-        for name, value in metrics.items():
-            value = value.detach().double()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self._step_loss = loss.detach().double() / self._world_size + self._step_loss
+        values = {**metrics, "loss": loss / self._world_size}
+        self._sizes = {name: value.numel() for name, value in values.items()}
+        packed = torch.cat([value.detach().view(-1) for value in values.values()]).double()
+        self._sums = packed if self._sums is None else self._sums + packed
+        step_loss = packed[-1]
+        self._step_loss = step_loss if self._step_loss is None else self._step_loss + step_loss
 
-    def end_step(self, learning_rate: float, grad_norm: Any) -> None:
+    def end_step(
+        self, step: int, learning_rate: float, grad_norm: torch.Tensor | float | None
+    ) -> None:
         """Close one optimizer step."""
+        assert self._step_loss is not None, f"step {step} had no micro-batch"
+        norm = torch.as_tensor(
+            0.0 if grad_norm is None else grad_norm,
+            dtype=torch.float64,
+            device=self._step_loss.device,
+        )
+        self._unread.append((step, HostCopy(torch.stack([self._step_loss, norm]))))
+        self._norms = norm if self._norms is None else self._norms + norm
         self._rate = learning_rate
-        self._grad_norm = self._grad_norm + float(grad_norm or 0.0)
-        self._loss = self._loss + self._step_loss
-        self._last_loss, self._last_norm = float(self._step_loss), float(grad_norm or 0.0)
-        self._step_loss = 0.0
+        self._step_loss = None
         self._num_steps += 1
 
-    def require_finite(self, step: int, checkpoints: str) -> None:
+    def require_finite(self, checkpoints: str, *, unread: int = 0) -> None:
         """Refuse to go on from a step whose loss or gradient is not a number.
 
+        Args:
+            checkpoints: for the message, where to go on from.
+            unread: the newest steps that are left for later, so that the host need not wait for
+                them.
+
         Raises:
-            ValueError: loss or gradient norm of the last step is infinite or NaN.
+            ValueError: loss or gradient norm of a step is infinite or NaN.
         """
-        if torch.isfinite(torch.tensor([self._last_loss, self._last_norm])).all():
-            return
-        raise ValueError(
-            f"step {step}: loss {self._last_loss} with gradient norm {self._last_norm} is not "
-            f"finite; nothing of it was saved. Lower train.learning_rate and go on from the last "
-            f"checkpoint in {checkpoints} with resume=true"
-        )
+        while len(self._unread) > unread:
+            step, copy = self._unread.popleft()
+            loss, norm = copy.tolist()
+            # DeepSpeed gives a norm that is not finite as -1.
+            if not math.isfinite(loss) or not math.isfinite(norm) or norm < 0.0:
+                raise ValueError(
+                    f"step {step}: loss {loss} with gradient norm {norm} is not finite; nothing of "
+                    "it was saved. Lower train.learning_rate and go on from the last checkpoint in "
+                    f"{checkpoints} with resume=true"
+                )
 
     def reduce(self) -> dict[str, Any]:
         """Means over the interval and all ranks; collective. The window starts anew."""
-        names = sorted(self._sums)
-        assert isinstance(self._loss, torch.Tensor), "a window has at least one step"
-        packed = torch.cat([self._sums[name].flatten() for name in names] + [self._loss.view(1)])
+        assert self._sums is not None and self._norms is not None, "a window has at least one step"
+        packed = torch.cat([self._sums, self._norms.view(1) / self._world_size])
         dist.all_reduce(packed)
-        packed = packed.cpu()
-        sums: dict[str, torch.Tensor] = {}
-        offset = 0
-        for name in names:
-            size = self._sums[name].numel()
-            sums[name] = packed[offset : offset + size]
-            offset += size
+        *parts, norms = packed.cpu().split([*self._sizes.values(), 1])
+        sums = dict(zip(self._sizes, parts, strict=True))
         values = self._means(sums)
-        values["loss"] = float(packed[offset]) / max(1, self._num_steps)
+        values["loss"] = float(sums["loss"]) / self._num_steps
         values["learning_rate"] = self._rate
-        values["grad_norm"] = float(self._grad_norm) / max(1, self._num_steps)
+        values["grad_norm"] = float(norms) / self._num_steps
         self._clear()
         return values
 

@@ -28,6 +28,8 @@ def deepspeed_config(train: TrainSettings, world_size: int) -> dict[str, Any]:
         "zero_optimization": {"stage": train.zero_stage},
         "communication_data_type": "fp32",
         "steps_per_print": 2**31,
+        # It would wait for the device twice in every forward pass.
+        "timers": {"throughput": {"enabled": False}},
     }
     if train.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
@@ -38,7 +40,7 @@ def deepspeed_config(train: TrainSettings, world_size: int) -> dict[str, Any]:
 def init_process_group(
     device: str, *, rank: int, world_size: int, master_port: int, timeout_seconds: float
 ) -> None:
-    """Join the ranks of this node: gloo on the CPU, NCCL on GPUs.
+    """Join the ranks of this node: gloo for what lies on the CPU, NCCL for what lies on GPUs.
 
     Args:
         device: "cpu", or the rank's own "cuda:N".
@@ -47,7 +49,8 @@ def init_process_group(
     os.environ.update(
         DS_ACCELERATOR="cpu" if on_cpu else "cuda",
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        # To DeepSpeed this is the number of the GPU.
+        LOCAL_RANK=str(rank if on_cpu else torch.device(device).index),
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(master_port),
@@ -60,11 +63,12 @@ def init_process_group(
     if not on_cpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo" if on_cpu else "nccl",
+        "gloo" if on_cpu else "cpu:gloo,cuda:nccl",
         init_method=f"tcp://127.0.0.1:{master_port}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
+        device_id=None if on_cpu else torch.device(device),
     )
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 

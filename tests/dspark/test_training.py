@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from draft_testing import random_draft, tiny_config
@@ -22,9 +24,17 @@ CONFIG = tiny_config()
 H, F, V, G = CONFIG.hidden_size, CONFIG.num_context_features, CONFIG.vocab_size, CONFIG.block_size
 
 
-def sample_of(length: int, *, seed=0, name="a", mask=None, epoch=0) -> TrainingSample:
+@dataclass(frozen=True)
+class Taught(TrainingSample):
+    """A sample beside its states."""
+
+    features_SF: torch.Tensor
+    target_states_SD: torch.Tensor
+
+
+def sample_of(length: int, *, seed=0, name="a", mask=None, epoch=0) -> Taught:
     g = torch.Generator().manual_seed(seed)
-    return TrainingSample(
+    return Taught(
         sample_id=name,
         epoch=epoch,
         token_ids_S=torch.randint(0, V, (length,), generator=g),
@@ -36,7 +46,11 @@ def sample_of(length: int, *, seed=0, name="a", mask=None, epoch=0) -> TrainingS
 
 def batch_of(samples, *, num_anchors=4, dtype=torch.float32, **layout) -> TrainingBatch:
     made = lay_out(samples, num_anchors=num_anchors, block_size=G, seed=0, **layout)
-    return made.with_states(samples, num_features=F, hidden_size=H, dtype=dtype)
+    return made.with_states(states_of(samples), num_features=F, hidden_size=H, dtype=dtype)
+
+
+def states_of(samples):
+    return [(s.features_SF, s.target_states_SD) for s in samples]
 
 
 def model_of(objective=None, *, seed=0, tied=False, config=CONFIG) -> DraftWithLoss:
@@ -110,14 +124,14 @@ def test_a_target_that_counts_is_learned():
         for k in range(4):
             tokens = (torch.arange(14) + 5 * step + 7 * k) % (vocab - 1)
             samples.append(
-                TrainingSample(
+                Taught(
                     f"{step}-{k}", 0, tokens, torch.ones(14, dtype=torch.bool),
                     embedding[tokens], states[tokens],
                 )
             )  # fmt: skip
         layout = lay_out(samples, num_anchors=6, block_size=block, seed=0)
         batch = layout.with_states(
-            samples, num_features=width, hidden_size=width, dtype=torch.float32
+            states_of(samples), num_features=width, hidden_size=width, dtype=torch.float32
         )
         terms, confidence = batch_denominators(batch, model.config)
         result = model(batch, 1 / terms, 1 / confidence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from draft_testing import random_draft, tiny_config
@@ -22,9 +24,17 @@ CONFIG = tiny_config(markov_rank=0)
 WIDTH, BLOCK = CONFIG.hidden_size, CONFIG.block_size
 
 
-def make_sample(name: str, length: int, seed: int) -> TrainingSample:
+@dataclass(frozen=True)
+class Taught(TrainingSample):
+    """A sample beside its states."""
+
+    features_SF: torch.Tensor
+    target_states_SD: torch.Tensor
+
+
+def make_sample(name: str, length: int, seed: int) -> Taught:
     generator = torch.Generator().manual_seed(seed)
-    return TrainingSample(
+    return Taught(
         sample_id=name,
         epoch=1,
         token_ids_S=torch.randint(CONFIG.vocab_size, (length,), generator=generator),
@@ -34,10 +44,10 @@ def make_sample(name: str, length: int, seed: int) -> TrainingSample:
     )
 
 
-def make_batch(samples: list[TrainingSample]) -> TrainingBatch:
+def make_batch(samples: list[Taught]) -> TrainingBatch:
     layout = lay_out(samples, num_anchors=5, block_size=BLOCK, seed=3)
     return layout.with_states(
-        samples,
+        [(s.features_SF, s.target_states_SD) for s in samples],
         num_features=CONFIG.num_context_features,
         hidden_size=WIDTH,
         dtype=torch.float32,

@@ -1,0 +1,121 @@
+"""Batches on their way to the device: laid out on the host, their states copied ahead of use.
+
+What a step divides its loss by follows from its layouts alone, so these are made for the whole step
+at once. The states, which are large, are copied for a few micro-batches ahead only, also those of
+the next step, while the device works on the current ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from dspark.batch import BatchLayout, TrainingBatch, TrainingSample, batch_denominators, lay_out
+from splitserve.messages import Batch, BatchItem
+from splitserve.train.spec import TrainerSpec
+from splitserve.train.streams import Mark, SideStream, used_here
+from splitserve.transport.rings import RingReaders
+
+MICRO_BATCHES_AHEAD = 2
+PAD_MULTIPLE = 32
+"""Sequences with a row of their own are padded to a multiple of this, so that few shapes occur."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step whose micro-batches come from `Prefetcher.take`, in order."""
+
+    step: int
+    num_micro_batches: int
+    weights: torch.Tensor
+    """float64 [2] on the CPU: this rank's part of the window's weights, terms and confidence."""
+    last: bool
+    """No step of the run follows."""
+
+
+class Prefetcher:
+    """Turns the batches of a rank into micro-batches on its device.
+
+    Args:
+        ring: where the states are; read on the rank's device.
+    """
+
+    def __init__(self, spec: TrainerSpec, ring: RingReaders) -> None:
+        self._spec, self._ring = spec, ring
+        self._dtype = getattr(torch, spec.train.dtype)
+        self._stream = SideStream(spec.device)
+        self._laid_out: deque[tuple[int | None, Sequence[BatchItem], BatchLayout]] = deque()
+        """Micro-batches without their states; the last one of a step bears its number."""
+        self._copied: deque[tuple[TrainingBatch, Mark]] = deque()
+        self._reading: deque[tuple[int, Mark]] = deque()
+        """Steps that have no micro-batch left to be copied, each with the end of its copies."""
+
+    def add(self, batch: Batch) -> StepPlan:
+        """Lay a batch out. Waits for nothing."""
+        weights = torch.zeros(2, dtype=torch.float64)
+        count = len(batch.micro_batches)
+        for number, items in enumerate(batch.micro_batches, 1):
+            layout = lay_out(
+                [_sample(item) for item in items],
+                num_anchors=self._spec.train.num_anchors,
+                block_size=self._spec.draft.block_size,
+                seed=self._spec.seed,
+                pad_multiple=PAD_MULTIPLE,
+                row_tokens=self._spec.row_tokens,
+                max_documents=self._spec.train.micro_batch_size,
+            )
+            weights += torch.stack(batch_denominators(layout, self._spec.objective))
+            self._laid_out.append((batch.step if number == count else None, items, layout))
+        return StepPlan(batch.step, count, weights, batch.last)
+
+    def copy_ahead(self) -> None:
+        """Begin to copy the states of the next micro-batches that are laid out."""
+        while self._laid_out and len(self._copied) < MICRO_BATCHES_AHEAD:
+            self._copy()
+
+    def take(self) -> TrainingBatch:
+        """The next micro-batch; the device waits for its copies if it has to, the host does not."""
+        if not self._copied:
+            self._copy()
+        batch, mark = self._copied.popleft()
+        mark.hold()
+        used_here(getattr(batch, f.name) for f in fields(batch))
+        return batch
+
+    def let_go(self) -> list[int]:
+        """Steps whose slots are not read anymore, each said once."""
+        free = []
+        while self._reading and self._reading[0][1].passed():
+            free.append(self._reading.popleft()[0])
+        return free
+
+    def _copy(self) -> None:
+        step, items, layout = self._laid_out.popleft()
+        draft = self._spec.draft
+        with self._stream.current():
+            batch = layout.with_states(
+                self._states(items),
+                num_features=draft.num_context_features,
+                hidden_size=draft.hidden_size,
+                dtype=self._dtype,
+                device=self._spec.device,
+            )
+            mark = Mark(self._spec.device)
+        self._copied.append((batch, mark))
+        if step is not None:
+            self._reading.append((step, mark))
+
+    def _states(self, items: Sequence[BatchItem]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for item in items:
+            states = self._ring.read(item.slot)
+            yield states.features, states.target_states
+
+
+def _sample(item: BatchItem) -> TrainingSample:
+    loss_mask = torch.zeros(len(item.token_ids), dtype=torch.bool)
+    for begin, end in item.supervised:
+        loss_mask[begin:end] = True
+    return TrainingSample(item.sample_id, item.epoch, torch.tensor(item.token_ids), loss_mask)
