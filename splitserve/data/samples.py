@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dspark.anchors import counter_rng
-from splitserve.data.length import supervised_spans
+from splitserve.data.length import Document, limit, supervised_spans
 from splitserve.data.refusal import Reason, RowRefused
 
 
@@ -41,11 +40,6 @@ def sample_id_of(prompt_id: str, setting: int) -> str:
 def in_share(prompt_id: str, setting: int, share: float, seed: int) -> bool:
     """Whether a prompt is answered under a sampling setting that takes a share of them."""
     return bool(counter_rng("share", seed, prompt_id, setting).random() < share)
-
-
-def has_anchor(loss_mask: Sequence[bool]) -> bool:
-    """Whether two neighbouring tokens are supervised: one to draft from and one to draft."""
-    return any(a and b for a, b in itertools.pairwise(loss_mask))
 
 
 def make_sample(
@@ -80,44 +74,19 @@ def make_sample(
             token_ids=token_ids,
             loss_mask=loss_mask,
         )
-    return limit_sample(
-        Sample(sample_id, prompt_id, domain, token_ids, loss_mask), max_tokens=max_tokens
-    )
+    document = limit(sample_id, domain, np.array(token_ids), np.array(loss_mask), max_tokens)
+    return sample_of(document, sample_id, prompt_id)
 
 
-def limit_sample(sample: Sample, *, max_tokens: int) -> Sample:
-    """The sample cut to a number of tokens, once it is sure that something can be learned from it.
-
-    Raises:
-        RowRefused: prompt_too_long or no_anchor.
-    """
-    assert len(sample.token_ids) == len(sample.loss_mask), (
-        f"{sample.sample_id}: {len(sample.token_ids)} tokens, {len(sample.loss_mask)} mask entries"
-    )
-    if not has_anchor(sample.loss_mask):
-        raise RowRefused(
-            Reason.NO_ANCHOR,
-            f"{sum(sample.loss_mask)} of {len(sample.token_ids)} tokens are supervised, no two "
-            "of them neighbours",
-            token_ids=sample.token_ids,
-            loss_mask=sample.loss_mask,
-        )
-    token_ids, loss_mask = sample.token_ids[:max_tokens], sample.loss_mask[:max_tokens]
-    if not has_anchor(loss_mask):
-        raise RowRefused(
-            Reason.PROMPT_TOO_LONG,
-            f"no two supervised tokens lie within the first {max_tokens} of "
-            f"{len(sample.token_ids)} (data.max_tokens)",
-            token_ids=sample.token_ids,
-            loss_mask=sample.loss_mask,
-        )
+def sample_of(document: Document, sample_id: str, prompt_id: str) -> Sample:
+    """A document, which has its length already, as a sample."""
     return Sample(
-        sample.sample_id,
-        sample.prompt_id,
-        sample.domain,
-        token_ids,
-        loss_mask,
-        sample.truncated or len(token_ids) < len(sample.token_ids),
+        sample_id,
+        prompt_id,
+        document.domain,
+        tuple(document.token_ids.tolist()),
+        tuple(document.loss_mask.tolist()),
+        document.truncated,
     )
 
 

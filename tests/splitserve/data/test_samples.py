@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.data.account import DropReport, preview
-from splitserve.data.length import limit
+from splitserve.data.length import Document, limit, num_anchor_places
 from splitserve.data.refusal import Reason, RowRefused
 from splitserve.data.samples import (
     Sample,
-    has_anchor,
     in_share,
-    limit_sample,
     make_sample,
     sample_id_of,
 )
@@ -60,29 +58,27 @@ def test_a_sample_is_a_prefix_with_an_anchor_or_refused(
     assert made.token_ids == whole[:max_tokens]
     assert made.loss_mask == tuple(i >= len(prompt) for i in range(len(made.token_ids)))
     assert made.truncated == (len(whole) > max_tokens)
-    assert has_anchor(made.loss_mask)
+    assert num_anchor_places(np.array(made.loss_mask)) > 0
 
 
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [("01010", False), ("", False), ("1", False), ("000", False), ("0110", True), ("01011", True)],
-)
-def test_has_anchor(mask: str, expected: bool) -> None:
-    assert has_anchor([c == "1" for c in mask]) is expected
+def limited(mask: str, name: str = "p", max_tokens: int = 10) -> Document:
+    on = np.array([c == "1" for c in mask])
+    return limit(name, "d", np.arange(len(mask)), on, max_tokens)
 
 
-def test_supervised_tokens_without_a_neighbour_are_refused() -> None:
-    with pytest.raises(RowRefused, match="2 of 5 tokens") as caught:
-        limit_sample(sample("01010"), max_tokens=10)
+@pytest.mark.parametrize("mask", ["01010", "0", "1", "000"])
+def test_supervised_tokens_without_a_neighbour_are_refused(mask: str) -> None:
+    with pytest.raises(RowRefused, match=f"{mask.count('1')} of {len(mask)} tokens") as caught:
+        limited(mask)
     assert caught.value.reason is Reason.NO_ANCHOR
-    assert caught.value.token_ids == (0, 1, 2, 3, 4)
+    assert caught.value.token_ids == tuple(range(len(mask)))
 
 
 def test_a_limit_that_holds_exactly_is_no_truncation() -> None:
-    assert limit_sample(sample("00111"), max_tokens=5) == sample("00111")
-    cut = limit_sample(sample("00111"), max_tokens=4)
+    whole = make_sample("p/0", "p", "d", [0, 1], [2, 3, 4], max_tokens=5)
+    assert (whole.token_ids, whole.truncated) == ((0, 1, 2, 3, 4), False)
+    cut = make_sample("p/0", "p", "d", [0, 1], [2, 3, 4], max_tokens=4)
     assert (cut.token_ids, cut.truncated) == ((0, 1, 2, 3), True)
-    assert limit_sample(cut, max_tokens=4).truncated
 
 
 def test_preview_marks_what_is_supervised() -> None:
@@ -100,7 +96,7 @@ def test_totals_add_up_in_any_number_of_parts(outcomes: list[str], data: st.Data
     for i, outcome in enumerate(outcomes):
         for report in (whole, parts[data.draw(st.integers(0, 2))]):
             if outcome in ("", "cut"):
-                report.use(limit_sample(sample("0111", f"p{i}/0"), max_tokens=3 + (not outcome)))
+                report.use(limited("0111", f"p{i}/0", max_tokens=3 + (not outcome)))
             else:
                 report.drop(f"p{i}/0", outcome)
     assert whole.num_rows == len(outcomes)
@@ -174,7 +170,7 @@ def test_limit_on_drops() -> None:
 def test_nothing_to_train_on_shows_a_preview() -> None:
     report = DropReport()
     with pytest.raises(RowRefused) as caught:
-        limit_sample(sample("01010"), max_tokens=9)
+        limited("01010")
     report.drop("p/0", caught.value)
     with pytest.raises(ValueError, match="two supervised tokens next to each other") as failed:
         report.check(max_drop_fraction=1.0, decode=lambda ids: "".join(map(str, ids)))
