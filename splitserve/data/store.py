@@ -3,6 +3,7 @@
 A store is a folder of flat arrays, mapped into memory:
 
     tokens.bin    int32, all documents one after the other
+    used.bin      uint8, 1 for each token id that occurs
     mask.bin      uint8, 0 or 1 for each token
     index.bin     int64 [D, 5]: end in tokens, end in names, domain, whole and supervised tokens
     names.bin     the documents' ids, UTF-8
@@ -10,15 +11,18 @@ A store is a folder of flat arrays, mapped into memory:
 
 It is found by a key of everything that changes it. Whoever does not find it makes it, beside its
 place, and moves it there whole: no process waits for another, and of two that make the same one
-the first to finish has its own kept.
+the first to finish has its own kept. Whoever makes one holds a lock on the folder that it works in,
+which ends with the process; folders that nobody holds are removed by the next that makes one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from array import array
@@ -36,9 +40,12 @@ from splitserve.data.pipeline import PipelineSettings
 from splitserve.data.sources import SourceSettings, fingerprint
 from splitserve.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 _DESCRIPTION = "store.json"
-_ARRAYS = ("tokens.bin", "mask.bin", "index.bin", "names.bin")
+_ARRAYS = ("tokens.bin", "mask.bin", "index.bin", "names.bin", "used.bin")
+_WORK = ".tmp-"
+"""In the names of folders that are being worked in."""
+_WORK_NAME = re.compile(r"([0-9a-f]+|unkeyed)\.tmp-\w+")
 _NO_RESULT = ("num_workers", "max_drop_fraction", "max_zero_mask_fraction")
 """Settings that change no document."""
 
@@ -73,12 +80,15 @@ class DocumentStore:
             self.report = DropReport.from_dict(described["report"])
             self._domains = [str(name) for name in described["domains"]]
             self.key = str(described["key"])
+            self.digest = str(own_digest)
+            """Of all that the documents are."""
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreBroken(f"{folder}: {type(error).__name__}: {error}") from error
         self._tokens = _mapped(folder / "tokens.bin", np.int32)
         self._mask = _mapped(folder / "mask.bin", np.uint8)
         self._index = _mapped(folder / "index.bin", np.int64).reshape(-1, 5)
         self._names = _mapped(folder / "names.bin", np.uint8)
+        self._used = _mapped(folder / "used.bin", np.uint8)
         if len(self._index) != self.report.num_used:
             raise StoreBroken(
                 f"{folder} has {len(self._index)} of {self.report.num_used} documents"
@@ -90,10 +100,10 @@ class DocumentStore:
     def __getitem__(self, place: int) -> Document:
         if not 0 <= place < len(self):
             raise IndexError(f"document {place} of {len(self)}")
-        first, first_name = self._index[place - 1, :2] if place else (0, 0)
-        stop, stop_name, domain, whole, supervised = (int(v) for v in self._index[place])
+        first = self._index[place - 1, 0] if place else 0
+        stop, _, domain, whole, supervised = (int(v) for v in self._index[place])
         return Document(
-            bytes(self._names[first_name:stop_name]).decode("utf-8"),
+            self.name(place),
             self._domains[domain],
             self._tokens[first:stop].astype(np.int64),
             self._mask[first:stop].astype(bool),
@@ -103,6 +113,15 @@ class DocumentStore:
 
     def __iter__(self) -> Iterator[Document]:
         return (self[place] for place in range(len(self)))
+
+    def name(self, place: int) -> str:
+        """The id of a document."""
+        first = self._index[place - 1, 1] if place else 0
+        return bytes(self._names[first : self._index[place, 1]]).decode("utf-8")
+
+    def used_ids(self) -> frozenset[int]:
+        """The token ids that occur in any document."""
+        return frozenset(np.flatnonzero(self._used).tolist())
 
     def lengths(self) -> np.ndarray:
         """Tokens of each document, int64 [D]."""
@@ -170,7 +189,8 @@ def open_or_build(
             return DocumentStore(folder, key), True
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=cache_dir))
+        _remove_abandoned(cache_dir)
+        work, lock = _new_work(folder)
     except OSError as error:
         raise UserError(
             "data.cache_dir", str(cache_dir), "a folder that can be written", f"{error.strerror}"
@@ -188,6 +208,34 @@ def open_or_build(
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+
+
+def _new_work(folder: Path) -> tuple[Path, int]:
+    """A new folder to work in, beside the place of the finished one, and its lock."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}{_WORK}", dir=folder.parent))
+        # Until it is locked, another process may take it for an abandoned one.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(work, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if work.is_dir():
+                return work, lock
+            os.close(lock)
+
+
+def _remove_abandoned(cache_dir: Path) -> None:
+    """Remove what processes that were killed have left."""
+    for left in cache_dir.iterdir():
+        if not _WORK_NAME.fullmatch(left.name):
+            continue
+        with contextlib.suppress(OSError):
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _move(work: Path, folder: Path, key: str) -> Path:
@@ -200,10 +248,11 @@ def _move(work: Path, folder: Path, key: str) -> Path:
             with contextlib.suppress(StoreBroken):
                 return DocumentStore(folder, key).folder
         # Broken, or not to be kept: out of the way in one step, so that nobody sees half of it.
-        away = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+        away, lock = _new_work(folder)
         with contextlib.suppress(OSError):
             folder.rename(away / "old")
         shutil.rmtree(away, ignore_errors=True)
+        os.close(lock)
     work.rename(folder)
     return folder
 
@@ -211,14 +260,19 @@ def _move(work: Path, folder: Path, key: str) -> Path:
 def _write(folder: Path, key: str, documents: Iterable[Document], report: DropReport) -> None:
     domains: dict[str, int] = {}
     num_tokens = num_name_bytes = 0
+    occurs = np.zeros(0, dtype=np.uint8)
     with contextlib.ExitStack() as stack:
-        tokens, mask, index, names = (
+        tokens, mask, index, names, used = (
             stack.enter_context(_HashedFile(folder / name)) for name in _ARRAYS
         )
         for document in documents:
             name = document.id.encode("utf-8")
             num_tokens += len(document.token_ids)
             num_name_bytes += len(name)
+            highest = int(document.token_ids.max())
+            if highest >= len(occurs):
+                occurs = np.append(occurs, np.zeros(highest + 1 - len(occurs), np.uint8))
+            occurs[document.token_ids] = 1
             tokens.write(document.token_ids.astype(np.int32).tobytes())
             mask.write(document.loss_mask.astype(np.uint8).tobytes())
             names.write(name)
@@ -226,7 +280,8 @@ def _write(folder: Path, key: str, documents: Iterable[Document], report: DropRe
             row = (num_tokens, num_name_bytes, domain)
             whole = (document.num_whole, document.num_whole_supervised)
             index.write(array("q", (*row, *whole)).tobytes())
-        files = (tokens, mask, index, names)
+        used.write(occurs.tobytes())
+        files = (tokens, mask, index, names, used)
     described: dict[str, Any] = {
         "format": FORMAT,
         "key": key,

@@ -69,6 +69,9 @@ def test_documents_come_back_unchanged(
         assert store.lengths().tolist() == [size for _, size, _ in rows]
         assert store.report.num_used == len(rows)
         assert store.report.reasons == {"empty_answer": 1}
+        assert [store.name(place) for place in range(len(store))] == [d.id for d in documents]
+        assert store.used_ids() == {i for d in documents for i in d.token_ids.tolist()}
+        assert store.digest == made.digest
     assert as_tuple(again[len(rows) - 1]) == as_tuple(documents[-1]) if rows else not len(again)
     with pytest.raises(IndexError):
         again[len(rows)]
@@ -96,7 +99,10 @@ def _change(key: str, value: Any, sign: bool = True) -> Any:
     return change
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "index.bin", "names.bin", "store.json"])
+FILES = ("tokens.bin", "mask.bin", "index.bin", "names.bin", "used.bin", "store.json")
+
+
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink], ids=["cut", "flip", "remove"])
 def test_a_damaged_store_is_made_again(tmp_path: Path, name: str, damage: Any) -> None:
     documents = [document("a"), document("b", 7)]
@@ -153,6 +159,35 @@ def _slow_build(folder: str, begun: Any, go: Any) -> None:
         go.wait(60)
 
     open_or_build(Path(folder), KEY, builder(documents()))
+
+
+def test_what_a_killed_build_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Only that: another's folder stays, and so does that of a process that is still at work."""
+    context = multiprocessing.get_context("fork")
+    events = [(context.Event(), context.Event()) for _ in range(2)]
+    killed, alive = (
+        context.Process(target=_slow_build, args=(str(tmp_path), begun, go)) for begun, go in events
+    )
+    foreign = tmp_path / "mine.tmp-1"
+    foreign.mkdir()
+    killed.start()
+    assert events[0][0].wait(30)
+    (left,) = tmp_path.glob(f"{KEY}.tmp-*")
+    killed.kill()
+    killed.join(30)
+    assert left.is_dir() and list(left.iterdir()), "the build had begun to write"
+    alive.start()
+    try:
+        assert events[1][0].wait(30)
+        assert not left.exists()
+        open_or_build(tmp_path, "4567", builder([document("b")]))
+        (at_work,) = tmp_path.glob(f"{KEY}.tmp-*")
+    finally:
+        events[1][1].set()
+        alive.join(30)
+    assert alive.exitcode == 0
+    assert not at_work.exists() and foreign.is_dir()
+    assert open_or_build(tmp_path, KEY, never)[0][0].id == "slow"
 
 
 def test_nobody_waits_for_a_process_that_tokenizes(tmp_path: Path) -> None:
