@@ -15,6 +15,7 @@ import os
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from serving import plugin as serving_hooks
 from splitserve.messages import SlotRef
 
 ENVIRONMENT = "SPLITSERVE_CAPTURE"
@@ -157,6 +158,7 @@ def tensor_parallel_rank() -> int:
 
 def register() -> None:
     """Entry point. Hooks the target's forward pass if SPLITSERVE_CAPTURE is set."""
+    serving_hooks.register()
     text = os.environ.get(ENVIRONMENT)
     if not text:
         return
