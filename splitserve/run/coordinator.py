@@ -296,7 +296,7 @@ class Coordinator:
     def _check_drops(self) -> None:
         """Stop early when too much is being lost: a draft trained on the rest would mislead."""
         dropped = sum(self._feeder.counters.dropped.values())
-        total = len(self._feeder.entries)
+        total = self._feeder.num_samples
         if dropped == total or dropped > self._options.max_drop_fraction * total:
             reasons = ", ".join(f"{n} x {r}" for r, n in self._feeder.counters.dropped.items())
             raise RunFailed(

@@ -12,8 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from splitserve.run.entry import State
 from splitserve.run.evaluations import Best, accept_length_of
-from splitserve.run.feeder import Feeder, State
+from splitserve.run.feeder import Feeder
 from splitserve.run.progress import Progress
 
 REFRESH_SECONDS = 0.5
@@ -160,6 +161,6 @@ class Display:
         rate = (counters.generated_tokens + counters.taught_tokens) / up
         dropped = sum(counters.dropped.values())
         return (
-            f"answers {counters.generated}  taught {counters.taught}/{len(feeder.entries)}  "
+            f"answers {counters.generated}  taught {counters.taught}/{feeder.num_samples}  "
             f"dropped {dropped}  {rate:.0f} tokens/s"
         )

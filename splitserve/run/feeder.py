@@ -7,95 +7,35 @@ and takes from it what is to be sent. A sample moves through
 
 and leaves only by being dropped under a named reason. What is worked on first follows from the
 schedule alone, never from the order of arrival, so a resumed run trains on the same batches.
+
+Samples of a store come answered. Only those are in memory that the schedule uses soon or that are
+in the ring; the feeder walks along the schedule as far ahead as the ring has room.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 from splitserve.data.samples import Sample
 from splitserve.data.schedule import SampleSchedule
+from splitserve.data.stored import StoredSamples
 from splitserve.messages import (
     Batch,
     BatchItem,
     Generate,
     Generated,
     Rejected,
-    Sampling,
     SlotRef,
     Taught,
     Teach,
 )
+from splitserve.run.entry import SETTLED, Entry, FeederCounters, State
 from splitserve.run.lazy_heap import LazyHeap
 from splitserve.run.micro_batches import MicroBatches, share_out
 from splitserve.transport.rings import Rings
 
 MAX_ATTEMPTS = 3
-
-
-class State(Enum):
-    """Where a sample is."""
-
-    UNANSWERED = "unanswered"
-    GENERATING = "generating"
-    ANSWERED = "answered"
-    TEACHING = "teaching"
-    READY = "ready"
-    DROPPED = "dropped"
-
-
-SETTLED = (State.READY, State.DROPPED)
-"""Nothing is to be had from the engine."""
-
-
-@dataclass
-class Entry:
-    """One sample of the run: a prompt under one sampling setting."""
-
-    sample_id: str
-    domain: str
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    state: State = State.UNANSWERED
-    token_ids: tuple[int, ...] = ()
-    """Prompt and response, once the response is known."""
-    supervised: tuple[tuple[int, int], ...] = ()
-    """Begin and end of every run of tokens that is learned from, once the response is known."""
-    draft_step: int = -1
-    """Of the draft that the response was speculated with; -1 where there was none."""
-    slot: SlotRef | None = None
-    leases: int = 0
-    """Batches out there that read the slot."""
-    attempts: int = 0
-    reason: str = ""
-
-
-@dataclass
-class FeederCounters:
-    """What the feeder has seen, for the display and the report."""
-
-    generated: int = 0
-    generated_tokens: int = 0
-    taught: int = 0
-    taught_tokens: int = 0
-    evicted: int = 0
-    retried: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    aged: int = 0
-    """Samples in batches whose response came from an engine with a draft."""
-    age_steps: int = 0
-    """Optimizer steps between that draft and the batch, summed over these samples."""
-
-    def take_draft_age(self) -> dict[str, float]:
-        """For the metrics file: the mean age since the last call, in steps; nothing without any."""
-        if not self.aged:
-            return {}
-        mean = self.age_steps / self.aged
-        self.aged = self.age_steps = 0
-        return {"draft_age_steps": mean}
 
 
 class Feeder:
@@ -104,7 +44,8 @@ class Feeder:
     No call takes longer for a run with more samples.
 
     Args:
-        entries: every sample of the run, in any order.
+        entries: the samples that are held in memory, in any order.
+        stored: those of a store; None where there are none.
         schedule: which samples make up which optimizer step.
         ring: the owner of every ring; slots are taken and given back here only.
         num_ranks, micro_batch_size, row_tokens: how a batch is shared out, see `share_out`.
@@ -125,8 +66,14 @@ class Feeder:
         max_in_flight: int,
         accept: Callable[[Entry, Sequence[int]], Sample | str],
         first_step: int = 0,
+        stored: StoredSamples | None = None,
     ) -> None:
         self.entries = {entry.sample_id: entry for entry in entries}
+        """Every sample but those of the store that are not worked on."""
+        self._stored = stored
+        num_stored = 0 if stored is None else len(stored)
+        self.num_samples = len(self.entries) + num_stored
+        """Samples of the run."""
         self.schedule = schedule
         self.ring = ring
         self.counters = FeederCounters()
@@ -139,16 +86,20 @@ class Feeder:
         """The first step of which not every rank has its share yet."""
         self._due = [first_step] * num_ranks
         """The step that each rank gets next."""
-        self._members: dict[int, list[tuple[int, Entry]]] = {}
+        self._members: dict[int, tuple[tuple[int, str], ...]] = {}
         """Epoch and sample of the steps that ranks ask for."""
-        self._waits_for: dict[int, Entry] = {}
+        self._waits_for: dict[int, str] = {}
         """A sample that was missing when such a step was last asked for."""
         self._shares: dict[int, list[MicroBatches]] = {}
         """Of the steps that some ranks have and others do not."""
         self._leased: dict[tuple[int, int], list[Entry]] = {}
         self._uses = {s: schedule.next_place(s, first_step) for s in self.entries}
         """The next step that trains on a sample and its place there; None where no step does."""
+        self._ahead = (first_step, 0)
+        """Step and place of the first use whose sample may not be among the entries."""
+        self._ahead_batch: tuple[tuple[int, str], ...] = ()
         self._by_state = Counter(entry.state for entry in self.entries.values())
+        self._by_state[State.ANSWERED] += num_stored
         self._missing = sum(map(self._is_missing, self.entries.values()))
         self._teachable = LazyHeap(self._teach_key)
         self._evictable = LazyHeap(self._evict_key)
@@ -189,6 +140,7 @@ class Feeder:
 
         Where that one finds no room there is none for those that are needed later.
         """
+        self._look_ahead()
         found = self._teachable.first()
         if found is None:
             return None
@@ -207,7 +159,9 @@ class Feeder:
             last = self._evictable.first()
             if last is None or last[0] >= (-use[0], -use[1]):
                 return None
-            self._release(self.entries[last[1]], State.ANSWERED)
+            evicted = self.entries[last[1]]
+            self._release(evicted, State.ANSWERED)
+            self._forget(evicted)
             self.counters.evicted += 1
         return slot
 
@@ -216,6 +170,44 @@ class Feeder:
             self.ring.free(entry.slot)
             entry.slot = None
         self._move(entry, state)
+
+    # --- samples of the store --------------------------------------------------------------------
+
+    def _look_ahead(self) -> None:
+        """Read samples along the schedule until the one that is needed first is among them."""
+        self._ahead = max(self._ahead, (self._next_step, 0))
+        while self._more_ahead():
+            found = self._teachable.first()
+            if found is not None and found[0] < self._ahead:
+                return
+            step, place = self._ahead
+            if place == 0 or not self._ahead_batch:
+                self._ahead_batch = self.schedule.batch(step)
+            self._entry(self._ahead_batch[place][1])
+            last = place + 1 == len(self._ahead_batch)
+            self._ahead = (step + 1, 0) if last else (step, place + 1)
+
+    def _more_ahead(self) -> bool:
+        """Whether a later use may be that of a sample which is not in memory."""
+        return self._ahead[0] < self.schedule.num_steps and len(self.entries) < self.num_samples
+
+    def _entry(self, sample_id: str) -> Entry:
+        """A sample's entry, read from the store if need be."""
+        entry = self.entries.get(sample_id)
+        if entry is None:
+            assert self._stored is not None, f"{sample_id} is no sample of the run"
+            entry = self.entries[sample_id] = Entry.of_stored(self._stored.sample(sample_id))
+            self._uses[sample_id] = self.schedule.next_place(sample_id, self._next_step)
+            self._missing += self._is_missing(entry)
+            self._line_up(entry)
+        return entry
+
+    def _forget(self, entry: Entry) -> None:
+        """Let go of a sample that can be read again once the walk along the schedule is there."""
+        use = self._uses[entry.sample_id]
+        if entry.stored and (use is None or use >= self._ahead):
+            self._missing -= self._is_missing(entry)
+            del self.entries[entry.sample_id], self._uses[entry.sample_id]
 
     # --- where every sample is -------------------------------------------------------------------
 
@@ -232,12 +224,13 @@ class Feeder:
         self._evictable.push(entry.sample_id)
 
     def _teach_key(self, sample_id: str) -> tuple[int, int] | None:
-        answered = self.entries[sample_id].state is State.ANSWERED
+        entry = self.entries.get(sample_id)
+        answered = entry is not None and entry.state is State.ANSWERED
         return self._uses[sample_id] if answered else None
 
     def _evict_key(self, sample_id: str) -> tuple[int, int] | None:
-        entry = self.entries[sample_id]
-        if entry.state is not State.READY or entry.leases:
+        entry = self.entries.get(sample_id)
+        if entry is None or entry.state is not State.READY or entry.leases:
             return None
         step, place = self._uses[sample_id] or (self.schedule.num_steps, 0)
         return -step, -place
@@ -257,7 +250,7 @@ class Feeder:
         self.answer(entry, message.output_ids)
 
     def answer(self, entry: Entry, output_ids: Sequence[int]) -> None:
-        """Set a response, drawn just now or read from the run folder."""
+        """Set a prompt's response, drawn just now or read from the run folder."""
         sample = self._accept(entry, output_ids)
         if isinstance(sample, str):
             self._drop(entry, sample)
@@ -325,14 +318,13 @@ class Feeder:
     def _complete(self, step: int) -> bool:
         """Share the step's batch out if no sample of it is missing."""
         missing = self._waits_for.get(step)
-        if missing is not None and missing.state not in SETTLED:
+        if missing is not None and self._entry(missing).state not in SETTLED:
             return False
         if step not in self._members:
-            batch = self.schedule.batch(step)
-            self._members[step] = [(epoch, self.entries[name]) for epoch, name in batch]
-        for _, entry in self._members[step]:
-            if entry.state not in SETTLED:
-                self._waits_for[step] = entry
+            self._members[step] = self.schedule.batch(step)
+        for _, name in self._members[step]:
+            if self._entry(name).state not in SETTLED:
+                self._waits_for[step] = name
                 return False
         self._share(step)
         return True
@@ -340,7 +332,8 @@ class Feeder:
     def _share(self, step: int) -> None:
         """Cut a complete batch up and lease its slots, for every rank at once."""
         items = []
-        for epoch, entry in self._members[step]:
+        for epoch, name in self._members[step]:
+            entry = self.entries[name]
             if entry.state is State.DROPPED:
                 continue
             assert entry.slot is not None, f"{entry.sample_id} is ready without a slot"
@@ -368,9 +361,9 @@ class Feeder:
         del self._shares[step]
         self._waits_for.pop(step, None)
         self._next_step = step + 1
-        for _, entry in self._members.pop(step):
+        for _, name in self._members.pop(step):
+            entry = self._entry(name)
             self._missing -= self._is_missing(entry)
-            name = entry.sample_id
             self._uses[name] = self.schedule.next_place(name, self._next_step)
             self._missing += self._is_missing(entry)
             self._line_up(entry)
@@ -394,7 +387,7 @@ class Feeder:
         False once every one is in the ring and stays there: then nothing can be evicted, since
         nothing new needs room.
         """
-        return self._missing > 0
+        return self._missing > 0 or self._more_ahead()
 
     def count(self, *states: State) -> int:
         """How many samples are in one of those states."""

@@ -19,7 +19,7 @@ from splitserve.data.split import Split, check_no_leak, split_prompts
 from splitserve.errors import UserError
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.messages import Sampling
-from splitserve.run.feeder import Entry
+from splitserve.run.entry import Entry
 from splitserve.run.gpus import Placement, place
 from splitserve.run.memory import GpuNeeds, check_memory, needs
 from splitserve.run.process import port_is_free

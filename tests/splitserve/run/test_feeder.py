@@ -20,7 +20,8 @@ from splitserve.messages import (
     Taught,
     Teach,
 )
-from splitserve.run.feeder import MAX_ATTEMPTS, Entry, Feeder, State
+from splitserve.run.entry import Entry, State
+from splitserve.run.feeder import MAX_ATTEMPTS, Feeder
 from splitserve.transport.layout import RingLayout
 from splitserve.transport.rings import Rings
 
