@@ -1,12 +1,14 @@
-"""The ring on one GPU: what a writer process and a reader process move through it.
+"""The ring: what a writer process and a reader process move through it.
 
-    python -m benchmarks.ring
+    python -m benchmarks.ring                    both on one GPU
+    python -m benchmarks.ring --reader-gpu 1     the reader on another, over NVLink
 
 Samples of 4,096 tokens of an 8B-sized target (five captured layers and the last states, each 4,096
 wide, bfloat16) go into the ring in chunks, as prefill delivers them, and are copied out by another
-process, several at once in flight. Beside it, in the same run, the same bytes are copied into a
-plain buffer and out again in one process. Both figures count every byte once. Median, 20th and
-80th percentile of the rounds. Writes `benchmarks/results/ring.json`.
+process, many at once in flight, as they are in a run. Beside it, in the same run, the same bytes
+are copied into a plain buffer and out again in one process: to the reader's GPU where that is
+another. Both figures count every byte once. Median, 20th and 80th percentile of the rounds. Writes
+`benchmarks/results/ring.json`, or `ring_two_gpus.json`.
 
 `--device cpu --tokens 64` only shows that the script works.
 """
@@ -37,7 +39,6 @@ from splitserve.transport.ring import (
 
 LAYOUT = RingLayout(num_context_features=5 * 4096, hidden_size=4096, dtype="bfloat16")
 CHUNK_TOKENS = 2048
-SLOTS = 8
 WAIT_SECONDS = 120.0
 
 
@@ -45,23 +46,30 @@ def main() -> None:
     options = parse_options()
     layout, device = LAYOUT, options.device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    gpus = [visible.split(",")[0]] if device == "cuda" else []
-    owner = RingOwner.create(SLOTS * layout.slot_bytes(options.tokens), layout, gpus)
+    names = visible.split(",")
+    if options.reader_gpu >= len(names):
+        names = [str(number) for number in range(options.reader_gpu + 1)]
+    gpus = names[:1] if device == "cuda" else []
+    owner = RingOwner.create(options.slots * layout.slot_bytes(options.tokens), layout, gpus)
     # A process that has used CUDA cannot be forked.
     context = multiprocessing.get_context("spawn")
     sides: list[tuple[Any, Connection]] = []
     for work in (write_samples, read_samples):
         here, there = context.Pipe()
+        if device == "cuda":
+            own = names[options.reader_gpu] if work is read_samples else names[0]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys((own, names[0])))
         process = context.Process(
             target=work, args=(there, owner.address, device, options.tokens), daemon=True
         )
         process.start()
         there.close()
         sides.append((process, here))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible if "," in visible else ",".join(names)
     (_, writer), (_, reader) = sides
     for pipe in (writer, reader):
         assert receive(pipe) == "ready"
-    move(owner, writer, reader, SLOTS, options.tokens)
+    move(owner, writer, reader, options.slots, options.tokens)
     sample_bytes = options.tokens * bytes_per_token(layout)
     ring = [
         options.samples
@@ -75,21 +83,23 @@ def main() -> None:
         assert process.exitcode == 0, f"{process.name} ended with {process.exitcode}"
     owner.close()
     plain = [
-        options.samples * sample_bytes / copy_plainly(options.samples, options.tokens, device)
+        options.samples
+        * sample_bytes
+        / copy_plainly(options.samples, options.tokens, device, options.reader_gpu)
         for _ in range(options.rounds + 1)
     ][1:]
     figures = {
         **percentiles("ring", ring),
-        **percentiles("device_copy", plain),
+        **percentiles("peer_copy" if options.reader_gpu else "device_copy", plain),
         "bytes_per_token": bytes_per_token(layout),
         "tokens_per_sample": options.tokens,
         "chunk_tokens": CHUNK_TOKENS,
         "samples_per_round": options.samples,
-        "samples_in_flight": SLOTS,
+        "samples_in_flight": options.slots,
         "rounds": options.rounds,
         "ring_on": device,
     }
-    write_record("ring", figures, folder=options.out)
+    write_record("ring_two_gpus" if options.reader_gpu else "ring", figures, folder=options.out)
 
 
 def parse_options() -> argparse.Namespace:
@@ -97,6 +107,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=200, help="samples of a round")
+    parser.add_argument("--slots", type=int, default=48, help="samples that the ring holds")
+    parser.add_argument("--reader-gpu", type=int, default=0, help="GPU of the reader")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="folder of the record")
     return parser.parse_args()
@@ -163,21 +175,42 @@ def read_samples(pipe: Connection, address: RingAddress, device: str, num_tokens
     features, states = (torch.empty_like(t) for t in source(num_tokens, device))
     expected = torch.arange(num_tokens)
     pipe.send("ready")
-    while (slot := receive(pipe)) is not None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while reader.check(slot) == "partial_capture":
-            assert time.monotonic() < deadline, f"no complete sample in {WAIT_SECONDS} s"
-        sample = reader.read(slot)
-        features.copy_(sample.features)
-        states.copy_(sample.target_states)
-        synchronize(device)
-        reason = reader.check(slot, expected)
-        assert reason is None, reason
-        pipe.send("done")
-    del sample
+    copying: deque[tuple[SlotRef, Any]] = deque()
+    while True:
+        if (not copying or pipe.poll()) and (slot := receive(pipe)) is not None:
+            deadline = time.monotonic() + WAIT_SECONDS
+            while reader.check(slot) == "partial_capture":
+                assert time.monotonic() < deadline, f"no complete sample in {WAIT_SECONDS} s"
+            sample = reader.read(slot)
+            features.copy_(sample.features, non_blocking=True)
+            states.copy_(sample.target_states, non_blocking=True)
+            del sample
+            copying.append((slot, mark(device)))
+        elif not copying:
+            break
+        while copying and has_passed(copying[0][1]):
+            done, _ = copying.popleft()
+            reason = reader.check(done, expected)
+            assert reason is None, reason
+            pipe.send("done")
+    synchronize(device)
     whole = source(num_tokens, device)
     assert torch.equal(features, whole[0]) and torch.equal(states, whole[1]), "other values"
     reader.close()
+
+
+def mark(device: str) -> Any:
+    """A point in the device's work; None where copies have ended when they return."""
+    if device == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def has_passed(event: Any) -> bool:
+    """Whether the device has come to that point."""
+    return event is None or event.query()
 
 
 def receive(pipe: Connection) -> Any:
@@ -189,17 +222,19 @@ def receive(pipe: Connection) -> Any:
 # --- what it is compared with ---------------------------------------------------------------------
 
 
-def copy_plainly(num_samples: int, num_tokens: int, device: str) -> float:
-    """Seconds for the same bytes into a plain buffer and out again, in one process."""
+def copy_plainly(num_samples: int, num_tokens: int, device: str, reader_gpu: int) -> float:
+    """Seconds for the same bytes into a plain buffer and out again, or to another GPU."""
     tensors = source(num_tokens, device)
-    buffers, copies = ([torch.empty_like(t) for t in tensors] for _ in range(2))
-    synchronize(device)
+    place = f"cuda:{reader_gpu}" if reader_gpu else device
+    buffers, copies = ([torch.empty_like(t, device=place) for t in tensors] for _ in range(2))
+    synchronize(device, reader_gpu)
     started = time.perf_counter()
     for _ in range(num_samples):
         for tensor, buffer, copy in zip(tensors, buffers, copies, strict=True):
             buffer.copy_(tensor)
-            copy.copy_(buffer)
-    synchronize(device)
+            if not reader_gpu:
+                copy.copy_(buffer)
+    synchronize(device, reader_gpu)
     return time.perf_counter() - started
 
 
@@ -213,10 +248,11 @@ def source(num_tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return features, states
 
 
-def synchronize(device: str) -> None:
-    """Wait for the GPU, if any."""
+def synchronize(device: str, number: int = 0) -> None:
+    """Wait for a GPU, if there is any, and for the first one."""
     if device == "cuda":
-        torch.cuda.synchronize()
+        for index in {0, number}:
+            torch.cuda.synchronize(index)
 
 
 if __name__ == "__main__":

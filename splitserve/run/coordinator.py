@@ -62,6 +62,8 @@ class CoordinatorOptions:
     max_drop_fraction: float
     max_restarts: int
     heartbeat_timeout_seconds: float
+    machine: Callable[[], dict[str, float]] = dict
+    """Figures of the machine for the log, such as the memory in use."""
     early_stop: int = 0
     """Measurements without a better one after which training ends; 0 never."""
 
@@ -252,6 +254,7 @@ class Coordinator:
             "answers_per_second": counters.generated / up,
             "ring_fill": ring.used_bytes / ring.capacity_bytes,
             **counters.take_draft_age(),
+            **self._options.machine(),
         }
 
     def _evaluated(self, message: Evaluated) -> None:

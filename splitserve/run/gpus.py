@@ -94,6 +94,19 @@ def place(layout: LayoutSettings, machine: Sequence[Gpu] | None = None) -> Place
     )
 
 
+def used_gigabytes(layout: LayoutSettings) -> dict[str, float]:
+    """What all processes together have taken of each GPU of the layout, by its number."""
+    if not layout.on_gpu:
+        return {}
+    import torch
+
+    found = {}
+    for number in sorted({*layout.target, *layout.train}):
+        free, total = torch.cuda.mem_get_info(number)
+        found[f"gpu_{number}_used_gb"] = (total - free) / 1e9
+    return found
+
+
 def visible_gpus() -> list[Gpu]:
     """The GPUs that this process may use, in order; empty where torch has none."""
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from splitserve.run.engines import Engines
 from splitserve.run.evaluations import Best, Evaluations, accept_length_of
 from splitserve.run.feeder import Feeder
 from splitserve.run.folder import RunFolder
+from splitserve.run.gpus import used_gigabytes
 from splitserve.run.plan import Plan, make_plan
 from splitserve.run.summary import print_summary
 from splitserve.run.workers import Workers, exchange_tensors
@@ -100,6 +102,7 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         max_drop_fraction=settings.data.max_drop_fraction,
         max_restarts=settings.engine.max_restarts,
         early_stop=settings.eval.early_stop,
+        machine=partial(used_gigabytes, settings.layout),
         heartbeat_timeout_seconds=settings.layout.heartbeat_timeout_seconds,
     )
     exchange = None

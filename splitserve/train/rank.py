@@ -130,7 +130,7 @@ class TrainerRank:
             self._snapshot()
         if self._step > 0 and saved_at != self._step:
             self._save()
-        self._snapshots.join()
+        self._finish_snapshot()
         self._channel.send(TrainerDone(spec.rank, self._step))
 
     def _ask(self, step: int) -> None:
@@ -195,6 +195,8 @@ class TrainerRank:
     def _report(self) -> None:
         self._metrics.require_finite(self._spec.checkpoints)
         values = self._metrics.reduce()
+        if self._spec.device != "cpu":
+            values["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if self._spec.rank == 0:
             self._channel.send(Metrics(self._step, values))
 
@@ -207,10 +209,14 @@ class TrainerRank:
             folder = Path(self._spec.snapshots) / checkpoint_name(self._step)
             self._snapshots.begin(self._step, folder, state)
 
+    def _finish_snapshot(self) -> None:
+        self._channel.state = f"waiting until the last snapshot is in {self._spec.snapshots}"
+        self._snapshots.join()
+
     def _save(self) -> None:
         self._metrics.require_finite(self._spec.checkpoints)
         # Whoever resumes from here does not make the snapshots of the steps before again.
-        self._snapshots.join()
+        self._finish_snapshot()
         self._channel.state = f"saving the checkpoint of step {self._step}"
         state = gather_draft_state(self._draft, keep=self._spec.rank == 0)
         folder = save_checkpoint(

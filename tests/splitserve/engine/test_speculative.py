@@ -126,14 +126,20 @@ def test_an_engine_with_a_draft_speculates_and_one_without_captures(ring: RingOw
     assert speculates["custom_weight_loader"] == ["splitserve.engine.draft_loader.load"]
 
 
-def test_the_likeliest_tokens_are_kept_and_the_first_of_equals() -> None:
-    probs = torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
+@pytest.mark.parametrize("few", [1, 2, 4])
+def test_the_likeliest_tokens_are_kept(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renorm, "FEW", few)
+    probs = torch.tensor([[0.1, 0.3, 0.5, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
     kept = renorm.top_k_renorm(probs, torch.tensor([1, 2, 1 << 30]))
-    expected = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 3 / 7, 4 / 7], [0.25] * 4])
+    expected = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 3 / 7, 4 / 7], [0.25] * 4])
     torch.testing.assert_close(kept, expected)
 
 
-def test_tokens_are_kept_until_their_sum_reaches_top_p() -> None:
+@pytest.mark.parametrize("few", [1, 2, 4])
+def test_tokens_are_kept_until_their_sum_reaches_top_p(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renorm, "FEW", few)
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])
     kept = renorm.top_p_renorm(probs, torch.tensor([0.01, 0.65, 1.0]))
     expected = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 3 / 7, 4 / 7], [0.1, 0.2, 0.3, 0.4]])
