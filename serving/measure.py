@@ -11,9 +11,11 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dspark.report import AcceptReport
+
+T = TypeVar("T")
 
 
 class ServedPrompt(Protocol):
@@ -120,6 +122,50 @@ async def measure(
         settings: what else the figures depend on, for the report.
 
     Returns:
+        the counts, and as `timings` those of `summarize`.
+
+    Raises:
+        ValueError: SGLang's counts of a request contradict each other, or do not fit the block.
+    """
+    answers, wall = await answer_all(
+        lambda prompt: decode(prompt.token_ids, temperature, max_new_tokens), prompts, concurrency
+    )
+    facts = {
+        "temperature": temperature,
+        "rule": "greedy" if temperature == 0.0 else "token-by-token rejection sampling",
+        "max_new_tokens": max_new_tokens,
+        "concurrency": concurrency,
+        "decoder": "served",
+        **settings,
+    }
+    return summarize([p.domain for p in prompts], answers, wall, block_size, facts)
+
+
+async def answer_all(
+    answer: Callable[[T], Awaitable[Answer]], items: Sequence[T], concurrency: int
+) -> tuple[list[Answer], float]:
+    """The answers in the order of the items, and the seconds that all took together."""
+    places = asyncio.Semaphore(concurrency)
+
+    async def one(item: T) -> Answer:
+        async with places:
+            return await answer(item)
+
+    started = time.monotonic()
+    answers = await asyncio.gather(*(one(item) for item in items))
+    return list(answers), time.monotonic() - started
+
+
+def summarize(
+    domains: Sequence[str],
+    answers: Sequence[Answer],
+    wall: float,
+    block_size: int,
+    settings: dict[str, Any],
+) -> AcceptReport:
+    """Counts and times of answers.
+
+    Returns:
         the counts, and as `timings`: wall_seconds, output_tokens_per_second, mean_ttft_ms,
         mean_tpot_ms and median_tpot_ms (per request: time after the first token by the tokens
         after it).
@@ -127,28 +173,9 @@ async def measure(
     Raises:
         ValueError: SGLang's counts of a request contradict each other, or do not fit the block.
     """
-    report = AcceptReport(
-        block_size,
-        {
-            "temperature": temperature,
-            "rule": "greedy" if temperature == 0.0 else "token-by-token rejection sampling",
-            "max_new_tokens": max_new_tokens,
-            "concurrency": concurrency,
-            "decoder": "served",
-            **settings,
-        },
-    )
-    places = asyncio.Semaphore(concurrency)
-
-    async def answer(prompt: ServedPrompt) -> Answer:
-        async with places:
-            return await decode(prompt.token_ids, temperature, max_new_tokens)
-
-    started = time.monotonic()
-    answers = await asyncio.gather(*(answer(prompt) for prompt in prompts))
-    wall = time.monotonic() - started
-    for prompt, item in zip(prompts, answers, strict=True):
-        report.add_served(prompt.domain, *round_counts(item.meta))
+    report = AcceptReport(block_size, settings)
+    for domain, item in zip(domains, answers, strict=True):
+        report.add_served(domain, *round_counts(item.meta))
     tpot = [
         1e3 * (item.last - item.first) / (tokens - 1)
         for item in answers

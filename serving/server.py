@@ -1,0 +1,270 @@
+"""A server to measure: one that runs at an address, or an engine started for the purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from serving.host import LINE_LIMIT_BYTES, Engine, answer_from_result, launch_to_line
+from serving.launch_spec import Launch, Setting
+from serving.measure import Answer, Ask, Stream, record_stream
+
+Server = Engine
+"""What every measurement asks of a server."""
+START_SECONDS = 900.0
+REQUEST_SECONDS = 600.0
+STOP_SECONDS = 60.0
+_THREADS = 256
+_LOG_CHARACTERS = 1500
+
+
+class ServerError(RuntimeError):
+    """A server that is gone, does not answer, or refuses."""
+
+
+class EngineProcess:
+    """An engine started for a measurement; `await EngineProcess.start(...)`, then `close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.start_seconds = 0.0
+
+    @classmethod
+    async def start(
+        cls, launch: Launch, log: Path, *, command: Sequence[str] = ()
+    ) -> EngineProcess:
+        """Start an engine and wait until it answers.
+
+        Args:
+            log: file for what the engine says.
+            command: the host's command line without its descriptor; by default `serving.host`.
+
+        Raises:
+            ServerError: it ended or did not get ready in time; shows the end of its log.
+        """
+        ours, theirs = socket.socketpair()
+        words = [*(command or (sys.executable, "-m", "serving.host")), str(theirs.fileno())]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        theirs.close()
+        self = cls(process, log)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES)
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[0] = ready
+        self._reading = asyncio.ensure_future(self._read(reader))
+        launch = launch.plus([Setting("port", free_port(), "several engines beside each other")])
+        self._writer.write(launch_to_line(launch).encode() + b"\n")
+        try:
+            self.start_seconds = (await self._bounded(ready, START_SECONDS, "start"))[
+                "start_seconds"
+            ]
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                future = self._waiting.pop(message["id"], None)
+                if future is None or future.done():
+                    continue
+                if "error" in message:
+                    future.set_exception(ServerError(f"the engine refused: {message['error']}"))
+                else:
+                    future.set_result(message["result"])
+        except (OSError, ValueError) as error:
+            self._fail(f"the line to the engine broke: {error}")
+        self._fail("the engine ended")
+
+    def _fail(self, why: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ServerError(f"{why}; the end of {self._log}: {self._tail()}"))
+        self._waiting.clear()
+
+    def _tail(self) -> str:
+        try:
+            text = self._log.read_text(errors="replace")
+        except OSError:
+            return "(no log)"
+        return text[-_LOG_CHARACTERS:].strip()
+
+    async def _bounded(self, future: asyncio.Future[Any], seconds: float, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(future, seconds)
+        except TimeoutError as error:
+            raise ServerError(
+                f"the engine did not answer to {what} within {seconds:.0f} s; the end of "
+                f"{self._log}: {self._tail()}"
+            ) from error
+
+    async def _call(self, op: str, **values: Any) -> Any:
+        ended = self._process.poll() is not None or self._reading is None or self._reading.done()
+        if self._writer is None or ended:
+            raise ServerError(f"the engine has ended; the end of {self._log}: {self._tail()}")
+        number = next(self._numbers)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._writer.write(json.dumps({"id": number, "op": op, **values}).encode() + b"\n")
+        with suppress(OSError):
+            # A line that broke fails the future, with the engine's last words.
+            await self._writer.drain()
+        return await self._bounded(future, REQUEST_SECONDS, op)
+
+    async def ask(self, ask: Ask) -> Answer:
+        """One answer, timed beside the engine. Raises ServerError."""
+        return answer_from_result(await self._call("ask", ask=asdict(ask)))
+
+    async def info(self) -> dict[str, Any]:
+        """SGLang's resolved arguments and its state."""
+        found: dict[str, Any] = await self._call("info")
+        return found
+
+    async def start_profile(self, folder: str) -> None:
+        """Begin a torch trace on every rank."""
+        await self._call("start_profile", folder=folder)
+
+    async def stop_profile(self) -> None:
+        """End it; the files are written when this returns."""
+        await self._call("stop_profile")
+
+    async def close(self) -> None:
+        """End the engine and every process of it."""
+        if self._writer is not None and self._process.poll() is None:
+            self._writer.write(json.dumps({"id": -1, "op": "stop"}).encode() + b"\n")
+            self._writer.close()
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            # Schedulers are in the session that began with the host.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+
+class HttpServer:
+    """A server that somebody runs at an address."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        # One thread a request; the default pool has as many as there are processors.
+        self._threads = ThreadPoolExecutor(_THREADS)
+
+    async def ask(self, ask: Ask) -> Answer:
+        """One streamed answer. Raises ServerError."""
+        body = {
+            "input_ids": list(ask.token_ids),
+            "sampling_params": ask.sampling(),
+            "stream": True,
+        }
+        return await record_stream(self._stream("/generate", body))
+
+    async def _stream(self, path: str, body: dict[str, Any]) -> Stream:
+        loop = asyncio.get_running_loop()
+        parts: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+
+        def read() -> None:
+            last: Exception | None = None
+            try:
+                for part in self._parts(path, body):
+                    loop.call_soon_threadsafe(parts.put_nowait, part)
+            except Exception as error:
+                last = error
+            loop.call_soon_threadsafe(parts.put_nowait, last)
+
+        done = loop.run_in_executor(self._threads, read)
+        while isinstance(part := await parts.get(), dict):
+            yield part
+        await done
+        if isinstance(part, Exception):
+            raise ServerError(f"{self._url}{path} failed: {part}") from part
+
+    def _parts(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self._open(path, body) as response:
+            for line in response:
+                text = line.decode().strip()
+                if text.startswith("data:") and (data := text[5:].strip()) != "[DONE]":
+                    part = json.loads(data)
+                    if "error" in part:
+                        raise ServerError(str(part["error"]))
+                    yield part
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        request = urllib.request.Request(
+            self._url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)
+
+    async def _request(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        def read() -> bytes:
+            try:
+                with self._open(path, body) as response:
+                    data: bytes = response.read()
+                    return data
+            except (OSError, urllib.error.URLError) as error:
+                raise ServerError(f"{self._url}{path} failed: {error}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+
+    async def info(self) -> dict[str, Any]:
+        """What /server_info says: resolved arguments and state."""
+        found: dict[str, Any] = json.loads(await self._request("/server_info"))
+        return found
+
+    async def start_profile(self, folder: str) -> None:
+        """Begin a torch trace; the folder is one of the server's machine."""
+        await self._request(
+            "/start_profile",
+            {
+                "output_dir": folder,
+                "activities": ["CPU", "GPU"],
+                "with_stack": False,
+                "record_shapes": False,
+            },
+        )
+
+    async def stop_profile(self) -> None:
+        """End it; the files are written when this returns."""
+        await self._request("/stop_profile", {})
+
+    async def close(self) -> None:
+        """Let go of the threads; the server runs on."""
+        self._threads.shutdown(wait=False)
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

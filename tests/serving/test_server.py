@@ -1,0 +1,195 @@
+"""Servers at an address and in a process of their own, each with something that stands for one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.host import launch_from_line, launch_to_line
+from serving.launch_spec import Launch, Setting
+from serving.measure import Ask, record_stream
+from serving.server import EngineProcess, HttpServer, ServerError
+
+LAUNCH = Launch("plain", (Setting("tp_size", 1, ""), Setting("bs", (1, 2), "")))
+META = {"completion_tokens": 1, "finish_reason": None}
+END = {"completion_tokens": 3, "finish_reason": {"type": "length", "length": 3}}
+HOST = """
+import asyncio, json, socket, sys
+from serving.host import launch_from_line, serve
+from serving.measure import Answer
+
+class Engine:
+    async def ask(self, ask):
+        if ask.max_new_tokens == 13:
+            raise ValueError("unlucky")
+        if ask.max_new_tokens == 99:
+            print("the last words", flush=True)
+            sys.exit(3)
+        await asyncio.sleep(0.01 * ask.token_ids[0])
+        return Answer({"completion_tokens": 2}, 0.0, 1.0, 2.0, ask.token_ids, ((1.0, 1), (2.0, 2)))
+
+    async def info(self):
+        return {"tp_size": self.launch.argument_dict()["tp_size"], "odd": object()}
+
+    async def start_profile(self, folder):
+        self.folder = folder
+
+    async def stop_profile(self):
+        open(self.folder, "w").write("traced")
+
+async def main():
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    reader, writer = await asyncio.open_connection(sock=connection)
+    engine = Engine()
+    engine.launch = launch_from_line((await reader.readline()).decode())
+    await serve(engine, reader, writer, 1.5)
+
+print("a word before", flush=True)
+asyncio.run(main())
+"""
+
+
+def test_a_launch_travels_whole() -> None:
+    there = launch_from_line(launch_to_line(LAUNCH.plus((), [Setting("X", True, "why")])))
+    assert there.argument_dict() == {"tp_size": 1, "bs": [1, 2]}
+    assert there.environment_dict() == {"X": "1"}
+
+
+def engine(tmp_path: Path, program: str = HOST) -> Any:
+    command = (sys.executable, "-c", program)
+    return EngineProcess.start(LAUNCH, tmp_path / "log", command=command)
+
+
+def test_an_engine_in_a_process_answers_several_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = await engine(tmp_path)
+        try:
+            assert server.start_seconds == 1.5
+            slow, quick = await asyncio.gather(server.ask(Ask((5, 1))), server.ask(Ask((0, 2))))
+            assert slow.token_ids == (5, 1) and quick.token_ids == (0, 2)
+            assert quick.arrivals == ((1.0, 1), (2.0, 2))
+            info = await server.info()
+            assert info["tp_size"] == 1 and isinstance(info["odd"], str)
+            await server.start_profile(str(tmp_path / "trace"))
+            await server.stop_profile()
+            assert (tmp_path / "trace").read_text() == "traced"
+            with pytest.raises(ServerError, match="unlucky"):
+                await server.ask(Ask((0,), max_new_tokens=13))
+            # One refusal leaves the engine answering.
+            assert (await server.ask(Ask((0, 3)))).token_ids == (0, 3)
+        finally:
+            await server.close()
+        assert server._process.poll() is not None
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = await engine(tmp_path)
+        try:
+            with pytest.raises(ServerError, match="the last words"):
+                await server.ask(Ask((0,), max_new_tokens=99))
+            with pytest.raises(ServerError, match=r"the engine (has )?ended"):
+                await server.ask(Ask((0,)))
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_does_not_start_is_named(tmp_path: Path) -> None:
+    async def run() -> None:
+        with pytest.raises(ServerError, match="no such GPU"):
+            await engine(tmp_path, "raise SystemExit('no such GPU')")
+
+    asyncio.run(run())
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams one answer, or fails where it is told to."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._reply(json.dumps({"speculative_algorithm": "DSPARK"}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/start_profile":
+            assert body["output_dir"] == "/traces"
+            return self._reply(b"")
+        if self.path == "/stop_profile":
+            return self._reply(b"")
+        ids = body["input_ids"]
+        if ids == [13]:
+            return self.send_error(500, "unlucky")
+        parts = [{"meta_info": META, "output_ids": ids[:1]}]
+        parts.append({"meta_info": END, "output_ids": [*ids[:1], 8, 9]})
+        if ids == [14]:
+            parts[1] = {"error": {"message": "aborted"}}
+        lines = "".join(f"data: {json.dumps(p)}\n\n" for p in parts) + "data: [DONE]\n\n"
+        self._reply(lines.encode())
+
+    def _reply(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_server_at_an_address(url: str) -> None:
+    async def run() -> None:
+        server = HttpServer(url)
+        answer = await server.ask(Ask((7,), max_new_tokens=3))
+        assert answer.token_ids == (7, 8, 9)
+        assert [n for _, n in answer.arrivals] == [1, 3]
+        assert answer.asked <= answer.first <= answer.last
+        assert (await server.info())["speculative_algorithm"] == "DSPARK"
+        await server.start_profile("/traces")
+        await server.stop_profile()
+        for ids, text in (((13,), "500"), ((14,), "aborted")):
+            with pytest.raises(ServerError, match=text):
+                await server.ask(Ask(ids))
+        await server.close()
+        gone = HttpServer("http://127.0.0.1:1")
+        with pytest.raises(ServerError, match="failed"):
+            await gone.info()
+
+    asyncio.run(run())
+
+
+def test_parts_that_hold_only_what_is_new_are_put_together() -> None:
+    async def stream(*parts: dict[str, Any]):  # type: ignore[no-untyped-def]
+        for part in parts:
+            yield part
+
+    async def run() -> None:
+        first = {"meta_info": META, "output_ids": [1]}
+        last = {"meta_info": END, "output_ids": [2, 3]}
+        assert (await record_stream(stream(first, last))).token_ids == (1, 2, 3)
+        for parts in ((), (first,), ({"meta_info": {**END, "finish_reason": {"type": "abort"}}},)):
+            with pytest.raises(ValueError, match="gave a request up"):
+                await record_stream(stream(*parts))
+
+    asyncio.run(run())
