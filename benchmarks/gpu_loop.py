@@ -122,9 +122,12 @@ def loop_figures(run: Path) -> dict[str, float]:
         "target_tokens_per_second",
         "answers_per_second",
         "ring_fill",
+        "trainer_peak_memory_gb",
     ):
         if name in last:
             figures[name] = last[name]
+    used = [name for name in last if name.startswith("gpu_")]
+    figures |= {name: max(row[name] for row in train) for name in used}
     return figures
 
 

@@ -129,12 +129,20 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Prompts, and how their responses are drawn and cut."""
+    """Prompts that the target answers, conversations that have answers, or both."""
 
     prompts: str = ""
-    """JSON-lines file of prompts."""
+    """Prompts, a source: held in memory, and every one of them must be good."""
+    conversations: Any = ""
+    """Conversations with answers, of any size: a source, or a list such as [{path: a.jsonl, weight:
+    2}, {path: hf:NAME, domain: chat}]. Every answer is supervised, nothing is generated."""
+    until: str = "all"
+    """all trains on every conversation; first stops where a source of several ends, so that the
+    proportions of their weights hold."""
+    last_answer_only: bool = False
+    """Supervise only the last answer of a conversation."""
     eval_prompts: str = ""
-    """Held-out prompts; empty holds out a share of `prompts`."""
+    """Held-out prompts, a source; empty holds out a share of `prompts` and `conversations`."""
     held_out_fraction: float = 0.15
     max_tokens: int = 256
     """Longest sample, prompt and response together."""
@@ -144,6 +152,13 @@ class DataSettings:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_drop_fraction: float = 0.5
     """A run that loses more of its samples than this stops."""
+    max_zero_mask_fraction: float = 0.05
+    """So does one of whose conversations a larger share has nothing to supervise."""
+    num_workers: int = 0
+    """Processes that tokenize conversations, before anything else starts; 0 does it in the run's
+    own."""
+    cache_dir: str = ""
+    """Where tokenized conversations are kept; empty is data/ in the user's cache folder."""
 
     def __post_init__(self) -> None:
         fraction = self.held_out_fraction
@@ -151,6 +166,9 @@ class DataSettings:
         _at_least("data.max_tokens", self.max_tokens, 8)
         _check("data.sampling", self.sampling, len(self.sampling) > 0, "one setting or more")
         _fraction("data.max_drop_fraction", self.max_drop_fraction)
+        _fraction("data.max_zero_mask_fraction", self.max_zero_mask_fraction)
+        _one_of("data.until", self.until, ("all", "first"))
+        _at_least("data.num_workers", self.num_workers, 0)
 
 
 @dataclass(frozen=True)
@@ -368,11 +386,6 @@ class LayoutSettings:
         """Whether both halves run on GPUs."""
         return self.device == "cuda"
 
-    @property
-    def num_ranks(self) -> int:
-        """DeepSpeed ranks of the draft half."""
-        return len(self.train) if self.on_gpu else self.train_ranks
-
 
 @dataclass(frozen=True)
 class TrackerSettings:
@@ -421,15 +434,15 @@ class RunSettings:
         _check(
             "data.prompts",
             self.data.prompts,
-            bool(self.data.prompts),
-            "a JSON-lines file of prompts",
-            "set data.prompts=FILE",
+            bool(self.data.prompts or self.data.conversations),
+            "a source of prompts",
+            "set data.prompts=FILE, or data.conversations=SOURCE",
         )
         longest = max(s.max_new_tokens for s in self.data.sampling)
         _check(
             "data.max_tokens",
             self.data.max_tokens,
-            self.data.max_tokens > longest,
+            self.data.max_tokens > longest or not self.data.prompts,
             f"more than the {longest} tokens of the longest response",
             "raise data.max_tokens or lower data.sampling max_new_tokens",
         )
@@ -470,7 +483,7 @@ class RunSettings:
             f"0, or data.max_tokens={max_tokens} and more",
             "raise train.row_tokens, or lower data.max_tokens",
         )
-        share = -(-self.train.global_batch_size // self.layout.num_ranks)
+        share = -(-self.train.global_batch_size // self.num_ranks)
         _check(
             "train.micro_batch_size",
             self.train.micro_batch_size,
@@ -478,6 +491,12 @@ class RunSettings:
             f"1 to {share}, a rank's share of train.global_batch_size",
             "lower train.micro_batch_size, or layout.train_ranks, or raise the global batch",
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """DeepSpeed ranks of the draft half."""
+        layout = self.layout
+        return len(layout.train) if layout.on_gpu else layout.train_ranks
 
     @property
     def can_speculate(self) -> bool:

@@ -44,13 +44,14 @@ def train(arguments: Sequence[str]) -> int:
     if settings.engine.kind == "sglang":
         require_sglang()
     console.print(f"run folder: {folder.path}", highlight=False)
-    plan = make_plan(settings)
+    plan = make_plan(settings, tell=lambda line: console.print(line, highlight=False))
     if not settings.resume:
         folder.config.write_text(to_yaml(settings))
+    folder.keep_digest(plan.data.digest)
     layers = ", ".join(map(str, plan.draft.target_layer_ids))
     console.print(
         f"target {settings.target.name}: {plan.target.num_layers} layers, captured {layers}; "
-        f"{len(plan.entries)} samples to train on, {len(plan.held_out)} held-out prompts"
+        f"{plan.schedule.num_samples} samples to train on, {len(plan.held_out)} held-out prompts"
     )
     outcome = _run(settings, folder, plan, console)
     if not outcome.finished:
@@ -82,15 +83,16 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
     first_step = read_meta(last)["step"] if last else 0
     rings = Rings.create(settings.layout.ring_bytes, plan.ring_layout, plan.placement.groups)
     feeder = Feeder(
-        plan.entries,
+        plan.data.entries,
         plan.schedule,
         rings,
-        num_ranks=settings.layout.num_ranks,
+        num_ranks=settings.num_ranks,
         micro_batch_size=settings.train.micro_batch_size,
         row_tokens=settings.row_tokens,
         max_in_flight=settings.engine.max_in_flight,
         accept=plan.accept,
         first_step=first_step,
+        stored=plan.data.stored,
     )
     for sample_id, row in folder.read_responses().items():
         entry = feeder.entries.get(sample_id)

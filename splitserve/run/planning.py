@@ -20,8 +20,8 @@ def plan(arguments: Sequence[str]) -> int:
         ValueError: bad input, a GPU that is not there, or more memory needed than there is.
     """
     settings = compose(arguments)
-    found = make_plan(settings, check_fit=False)
     console = Console()
+    found = make_plan(settings, check_fit=False, tell=lambda line: console.print(line, style="dim"))
     for line in plan_lines(settings, found):
         console.print(line, soft_wrap=True, highlight=False)
     if found.memory:
@@ -39,8 +39,8 @@ def plan_lines(settings: RunSettings, found: Plan) -> list[str]:
         f"size {target.hidden_size}, on {_places(layout.target)}",
         f"draft: {draft.num_hidden_layers} layers, {num_parameters(draft) / 1e6:.1f} M parameters, "
         f"block {draft.block_size}, reads layers {', '.join(map(str, draft.target_layer_ids))}, "
-        f"{layout.num_ranks} trainer ranks on {_places(layout.train)}",
-        f"{len(found.entries)} samples, {settings.train.steps} steps of "
+        f"{settings.num_ranks} trainer ranks on {_places(layout.train)}",
+        f"{found.schedule.num_samples} samples, {settings.train.steps} steps of "
         f"{settings.train.global_batch_size} samples; {len(found.held_out)} held-out prompts, "
         f"measured by {measured}",
         f"ring: {layout.ring_bytes / GIB:.1f} GiB on each of {found.ring_layout.num_shards} "

@@ -148,7 +148,7 @@ class Workers:
                 f"trainer-{rank}",
                 TrainerSpec(
                     rank=rank,
-                    world_size=layout.num_ranks,
+                    world_size=settings.num_ranks,
                     master_port=port,
                     # Of the GPUs that a rank sees, its own is the first.
                     device="cuda:0" if layout.on_gpu else "cpu",
@@ -171,5 +171,5 @@ class Workers:
                 layout.train_threads,
                 plan.placement.trainer_environment(rank),
             )
-            for rank in range(layout.num_ranks)
+            for rank in range(settings.num_ranks)
         ]

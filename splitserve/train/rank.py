@@ -196,7 +196,7 @@ class TrainerRank:
         self._metrics.require_finite(self._spec.checkpoints)
         values = self._metrics.reduce()
         if self._spec.device != "cpu":
-            values["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            values["trainer_peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if self._spec.rank == 0:
             self._channel.send(Metrics(self._step, values))
 
