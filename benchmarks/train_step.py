@@ -148,13 +148,9 @@ def random_batch(geometry: Geometry, shape: Shape, seed: int) -> TrainingBatch:
         seed=seed,
         row_tokens=shape.tokens,
     )
-    return layout.with_states(
-        [(noise(config.num_context_features), noise(config.hidden_size))],
-        num_features=config.num_context_features,
-        hidden_size=config.hidden_size,
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
+    widths = config.num_context_features, config.hidden_size
+    into = layout.empty_states(*widths, torch.bfloat16, "cuda")
+    return layout.with_states([(noise(widths[0]), noise(widths[1]))], into)
 
 
 def num_targets(batch: TrainingBatch) -> int:

@@ -56,16 +56,23 @@ class BatchLayout:
         """Labels of an anchor."""
         return self.labels_BAG.shape[2]
 
+    def empty_states(
+        self, num_features: int, hidden_size: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the features [B, S, F] and target states [B, S, D] of such rows."""
+        batch, length = self.token_ids_BS.shape
+        features, target_states = (
+            torch.empty(batch, length, width, dtype=dtype, device=device)
+            for width in (num_features, hidden_size)
+        )
+        return features, target_states
+
     def with_states(
         self,
         states: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        num_features: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        into: tuple[torch.Tensor, torch.Tensor],
     ) -> TrainingBatch:
-        """The whole micro-batch on a device, with copies of the target's states.
+        """The whole micro-batch on the device of `into`, with copies of the target's states there.
 
         On a GPU the host waits for nothing: states in device memory are copied by the current
         stream, and what is laid out passes through pinned memory.
@@ -73,11 +80,10 @@ class BatchLayout:
         Args:
             states: features [S, F] and target states [S, D] of each sample that was laid out, in
                 their order; taken one at a time.
-            num_features, hidden_size, dtype: of the states.
+            into: as `empty_states` gives it; what is in it is overwritten.
         """
-        batch, length = self.token_ids_BS.shape
-        features = torch.empty(batch, length, num_features, dtype=dtype, device=device)
-        target_states = torch.empty(batch, length, hidden_size, dtype=dtype, device=device)
+        features, target_states = into
+        batch = features.shape[0]
         ends = [0] * batch
         for index, (features_SF, target_states_SD) in enumerate(states):
             row = index if batch > 1 else 0
@@ -90,7 +96,7 @@ class BatchLayout:
             features[row, end:] = 0
             target_states[row, end:] = 0
         moved = {
-            f.name: _moved(getattr(self, f.name), device)
+            f.name: _moved(getattr(self, f.name), features.device)
             for f in fields(self)
             if f.name != "target_bounds_M2"
         }
@@ -110,8 +116,8 @@ class TrainingBatch(BatchLayout):
     target_states_BSD: torch.Tensor
 
 
-def _moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    if torch.device(device).type == "cpu":
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 

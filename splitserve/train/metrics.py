@@ -75,7 +75,7 @@ class MetricWindow:
         """
         while len(self._unread) > unread:
             step, copy = self._unread.popleft()
-            loss, norm = copy.tolist()
+            loss, norm = copy.wait().tolist()
             # DeepSpeed gives a norm that is not finite as -1.
             if not math.isfinite(loss) or not math.isfinite(norm) or norm < 0.0:
                 raise ValueError(

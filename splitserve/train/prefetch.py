@@ -19,7 +19,8 @@ from splitserve.train.spec import TrainerSpec
 from splitserve.train.streams import Mark, SideStream, used_here
 from splitserve.transport.rings import RingReaders
 
-MICRO_BATCHES_AHEAD = 2
+MICRO_BATCHES_AHEAD = 1
+"""Whose states are copied while the device works on others."""
 PAD_MULTIPLE = 32
 """Sequences with a row of their own are padded to a multiple of this, so that few shapes occur."""
 
@@ -45,11 +46,14 @@ class Prefetcher:
 
     def __init__(self, spec: TrainerSpec, ring: RingReaders) -> None:
         self._spec, self._ring = spec, ring
-        self._dtype = getattr(torch, spec.train.dtype)
         self._stream = SideStream(spec.device)
         self._laid_out: deque[tuple[int | None, Sequence[BatchItem], BatchLayout]] = deque()
         """Micro-batches without their states; the last one of a step bears its number."""
         self._copied: deque[tuple[TrainingBatch, Mark]] = deque()
+        self._in_use: TrainingBatch | None = None
+        self._free: deque[tuple[TrainingBatch, Mark]] = deque()
+        """Rows whose memory takes the next states, each with the end of the work on them. A host
+        that is far ahead of its GPU would otherwise take memory for a whole step."""
         self._reading: deque[tuple[int, Mark]] = deque()
         """Steps that have no micro-batch left to be copied, each with the end of its copies."""
 
@@ -77,13 +81,18 @@ class Prefetcher:
             self._copy()
 
     def take(self) -> TrainingBatch:
-        """The next micro-batch; the device waits for its copies if it has to, the host does not."""
+        """The next micro-batch; the device waits for its copies if it has to, the host does not.
+
+        All work on the one before it has been given to the current stream by now.
+        """
+        if self._in_use is not None and self._spec.row_tokens:
+            self._free.append((self._in_use, Mark(self._spec.device)))
         if not self._copied:
             self._copy()
-        batch, mark = self._copied.popleft()
+        self._in_use, mark = self._copied.popleft()
         mark.hold()
-        used_here(getattr(batch, f.name) for f in fields(batch))
-        return batch
+        used_here(getattr(self._in_use, f.name) for f in fields(self._in_use))
+        return self._in_use
 
     def let_go(self) -> list[int]:
         """Steps whose slots are not read anymore, each said once."""
@@ -94,16 +103,21 @@ class Prefetcher:
 
     def _copy(self) -> None:
         step, items, layout = self._laid_out.popleft()
-        draft = self._spec.draft
+        spec = self._spec
         with self._stream.current():
-            batch = layout.with_states(
-                self._states(items),
-                num_features=draft.num_context_features,
-                hidden_size=draft.hidden_size,
-                dtype=self._dtype,
-                device=self._spec.device,
-            )
-            mark = Mark(self._spec.device)
+            if self._free:
+                old, work = self._free.popleft()
+                work.hold()
+                into = old.features_BSF, old.target_states_BSD
+            else:
+                into = layout.empty_states(
+                    spec.draft.num_context_features,
+                    spec.draft.hidden_size,
+                    getattr(torch, spec.train.dtype),
+                    spec.device,
+                )
+            batch = layout.with_states(self._states(items), into)
+            mark = Mark(spec.device)
         self._copied.append((batch, mark))
         if step is not None:
             self._reading.append((step, mark))

@@ -11,7 +11,7 @@ import torch
 from dspark.checkpoint import save_draft
 from dspark.config import DraftConfig
 from splitserve.messages import SnapshotReady
-from splitserve.train.streams import Mark, SideStream
+from splitserve.train.streams import HostCopy, Mark, SideStream
 from splitserve.transport.weights import DraftExchange
 
 
@@ -79,5 +79,7 @@ class SnapshotWriter:
                     for name, _, dtype in self._exchange.address.tensors
                 }
                 self._exchange.put(step, served)
-            save_draft(folder, self._config, state)
+            copies = {name: HostCopy(value) for name, value in state.items()}
+            on_host = {name: copy.wait() for name, copy in copies.items()}
+        save_draft(folder, self._config, on_host)
         self._send(SnapshotReady(step, str(folder)))

@@ -59,7 +59,11 @@ def used_here(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class HostCopy:
-    """A small tensor on its way to the host, read once it has arrived."""
+    """A tensor on its way to the host, read once it has arrived.
+
+    It goes to pinned memory: while a copy to other memory is under way, the driver lets no thread
+    give work to the GPU.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = tensor
@@ -68,7 +72,7 @@ class HostCopy:
             self._values.copy_(tensor, non_blocking=True)
         self._mark = Mark(tensor.device.type)
 
-    def tolist(self) -> list[float]:
-        """The values; waits for the work that gives them, and for none that came later."""
+    def wait(self) -> torch.Tensor:
+        """The copy; waits for the work that gives it, and for none that came later."""
         self._mark.wait()
-        return self._values.tolist()
+        return self._values

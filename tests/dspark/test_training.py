@@ -46,7 +46,7 @@ def sample_of(length: int, *, seed=0, name="a", mask=None, epoch=0) -> Taught:
 
 def batch_of(samples, *, num_anchors=4, dtype=torch.float32, **layout) -> TrainingBatch:
     made = lay_out(samples, num_anchors=num_anchors, block_size=G, seed=0, **layout)
-    return made.with_states(states_of(samples), num_features=F, hidden_size=H, dtype=dtype)
+    return made.with_states(states_of(samples), made.empty_states(F, H, dtype))
 
 
 def states_of(samples):
@@ -130,9 +130,8 @@ def test_a_target_that_counts_is_learned():
                 )
             )  # fmt: skip
         layout = lay_out(samples, num_anchors=6, block_size=block, seed=0)
-        batch = layout.with_states(
-            states_of(samples), num_features=width, hidden_size=width, dtype=torch.float32
-        )
+        into = layout.empty_states(width, width, torch.float32)
+        batch = layout.with_states(states_of(samples), into)
         terms, confidence = batch_denominators(batch, model.config)
         result = model(batch, 1 / terms, 1 / confidence)
         optimizer.zero_grad()

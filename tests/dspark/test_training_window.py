@@ -46,12 +46,9 @@ def make_sample(name: str, length: int, seed: int) -> Taught:
 
 def make_batch(samples: list[Taught]) -> TrainingBatch:
     layout = lay_out(samples, num_anchors=5, block_size=BLOCK, seed=3)
-    return layout.with_states(
-        [(s.features_SF, s.target_states_SD) for s in samples],
-        num_features=CONFIG.num_context_features,
-        hidden_size=WIDTH,
-        dtype=torch.float32,
-    )
+    states = [(s.features_SF, s.target_states_SD) for s in samples]
+    into = layout.empty_states(CONFIG.num_context_features, WIDTH, torch.float32)
+    return layout.with_states(states, into)
 
 
 def make_model(objective: ObjectiveConfig) -> DraftWithLoss:
