@@ -153,6 +153,7 @@ class DropReport:
         max_drop_fraction: float,
         max_zero_mask_fraction: float = 1.0,
         decode: Callable[[Sequence[int]], str] | None = None,
+        field: str = "data.prompts",
     ) -> None:
         """Refuse to go on with too few rows.
 
@@ -160,15 +161,16 @@ class DropReport:
             max_drop_fraction: the largest allowed share of dropped rows.
             max_zero_mask_fraction: the largest allowed share of rows with nothing to supervise.
             decode: token ids to text, for a preview of one row with its supervised parts marked.
+            field: the setting that names the rows.
 
         Raises:
             ValueError: no row is used, or too many are dropped; shows reasons and examples.
         """
         if not self.num_rows:
-            raise ValueError("data.prompts: there are no rows; give a file with prompts")
+            raise ValueError(f"{field}: there are no rows; give a source with some")
         if not self.num_used:
             raise ValueError(
-                f"data.prompts: all {self.num_rows} rows were dropped, so no sample has two "
+                f"{field}: all {self.num_rows} rows were dropped, so no sample has two "
                 f"supervised tokens next to each other and nothing can be trained on: "
                 f"{self._explanation(decode)}; look at the preview: a wrong chat template, too "
                 "small a data.max_tokens or max_new_tokens, or answers that end at once"

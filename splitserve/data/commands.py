@@ -6,18 +6,17 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
 from splitserve.data.account import DropReport
 from splitserve.data.conversation import Conversation, parse_row
 from splitserve.data.generate import GenerateCounts, Part, PartFile, generate
+from splitserve.data.given import made, source_list
 from splitserve.data.leak import LeakIndex
 from splitserve.data.length import Document
 from splitserve.data.pipeline import Pipeline, PipelineSettings
@@ -40,7 +39,6 @@ from splitserve.settings import SamplingSettings
 from splitserve.target.info import TargetInfo, read_target
 from splitserve.target.prepare import default_cache_dir
 
-T = TypeVar("T")
 WHOLE = 2**31 - 1
 """More tokens than any row has."""
 
@@ -127,7 +125,7 @@ def preview(arguments: Sequence[str]) -> int:
     if options.num < 1 or options.skip < 0:
         name, value = ("num", options.num) if options.num < 1 else ("skip", options.skip)
         raise UserError(name, value, "a number of rows", f"raise {name}")
-    rows = mix(_sources(options.data), until=options.until)
+    rows = mix(source_list(options.data, "data"), until=options.until)
     pipeline = _pipeline(options, last_answer_only=options.last_answer_only, max_tokens=WHOLE)
     shown = [
         _shown(pipeline, row, domain, options.max_tokens)
@@ -162,7 +160,7 @@ def stats(arguments: Sequence[str]) -> int:
     options = parse_options(StatsOptions, arguments, nested=True)
     if options.num_anchors < 1:
         raise UserError("num_anchors", options.num_anchors, "1 or more", "raise num_anchors")
-    sources = _sources(options.data)
+    sources = source_list(options.data, "data")
     leaks = LeakIndex(_eval_prompts(options.eval)) if options.eval else None
     pipeline = _pipeline(
         options,
@@ -224,7 +222,7 @@ def generate_responses(arguments: Sequence[str]) -> int:
         raise UserError("out", "", "a folder for the answers", "set out=FOLDER")
     part = _part(options.part)
     settings = _sampling(options.sampling)
-    sources = _sources(options.data)
+    sources = source_list(options.data, "data")
     target, tokenizer = _target(options.target)
     renderer = ChatRenderer(tokenizer, options.chat_template_kwargs, options.system_prompt)
     description = {
@@ -345,13 +343,6 @@ def run(arguments: Sequence[str]) -> int:
 # --- options -------------------------------------------------------------------------------------
 
 
-def _sources(data: Any) -> list[SourceSettings]:
-    if not data:
-        raise UserError("data", data, "a source or a list of them", "set data=FILE")
-    given = data if isinstance(data, list) else [data]
-    return [_made("data", SourceSettings, {"path": s} if isinstance(s, str) else s) for s in given]
-
-
 def _sampling(sampling: Any) -> list[SamplingSettings]:
     if not isinstance(sampling, list) or not sampling:
         raise UserError(
@@ -360,31 +351,7 @@ def _sampling(sampling: Any) -> list[SamplingSettings]:
             "a list of one setting or more",
             'write for example "sampling=[{temperature: 0.0}, {temperature: 0.8}]"',
         )
-    return [_made("sampling", SamplingSettings, setting) for setting in sampling]
-
-
-def _made(name: str, cls: type[T], values: Any) -> T:
-    """A settings object from a dictionary of the command line."""
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    unknown = [key for key in values if key not in known] if isinstance(values, dict) else [""]
-    if unknown:
-        raise UserError(
-            name, values, f"a dictionary of {', '.join(known)}", suggest(str(unknown[0]), known)
-        )
-    try:
-        # Through OmegaConf, for the types.
-        merged = OmegaConf.merge(_open_schema(cls), OmegaConf.create(values))
-        return cast(T, cls(**cast(Any, OmegaConf.to_container(merged))))
-    except OmegaConfBaseException as error:
-        raise UserError(
-            name, values, "values of the right type", str(error).splitlines()[0]
-        ) from error
-
-
-def _open_schema(cls: type) -> Any:
-    schema = OmegaConf.structured(cls)
-    OmegaConf.set_readonly(schema, False)
-    return schema
+    return [made("sampling", SamplingSettings, setting) for setting in sampling]
 
 
 def _part(text: str) -> Part:

@@ -99,19 +99,6 @@ def parse_row(row: Any, default_id: str, default_domain: str) -> Conversation | 
     return Conversation(name, domain, tuple(messages), _tools(row.get("tools")))
 
 
-def question_text(messages: Sequence[Message]) -> str:
-    """What is asked, for comparing prompts: roles and texts up to the first answer.
-
-    Case and white space are made equal.
-    """
-    parts = []
-    for message in messages:
-        if message["role"] == "assistant":
-            break
-        parts.append(f"{message['role']}\x00{folded(plain_text(message))}")
-    return "\x01".join(parts)
-
-
 def plain_text(message: Message) -> str:
     """The text of a message's content."""
     content = message.get("content") or ""

@@ -1,17 +1,31 @@
 """Text that drafts are measured with, looked for in what they are trained on.
 
-A row leaks if it asks the question of an eval prompt, or if its supervised text holds a stretch of
-an eval prompt: NUM_WORDS words in a row, or the whole prompt where that has fewer.
+A row leaks if it asks what an eval prompt asks: if the conversation up to one of its answers is the
+prompt, or if a user's message is the prompt's last one and has MIN_WORDS words or more. It leaks as
+well if its supervised text holds a stretch of a prompt: NUM_WORDS words in a row, or the whole of a
+message that has fewer, but MIN_WORDS. Rows that come as tokens are compared by the tokens before
+each answer, and by the text of their answers. Case and white space make no difference in texts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from splitserve.data.conversation import Conversation, Message, folded, plain_text, question_text
+import numpy as np
+
+from splitserve.data.conversation import (
+    Conversation,
+    Message,
+    TokenRow,
+    folded,
+    plain_text,
+)
+from splitserve.data.length import supervised_spans
 from splitserve.data.refusal import Reason, RowRefused
+
+Decode = Callable[[Sequence[int]], str]
 
 NUM_WORDS = 13
 """Words in a row that two texts do not share by chance."""
@@ -25,22 +39,35 @@ class LeakIndex:
 
     Args:
         prompts: (id, messages) of each; held as hashes, so the index is small.
+        token_prompts: (id, token ids, their text) of those that came as tokens.
     """
 
-    def __init__(self, prompts: Iterable[tuple[str, Sequence[Message]]]) -> None:
+    def __init__(
+        self,
+        prompts: Iterable[tuple[str, Sequence[Message]]],
+        token_prompts: Iterable[tuple[str, Sequence[int], str]] = (),
+    ) -> None:
         self._questions: dict[bytes, str] = {}
         self._stretches: dict[int, dict[bytes, str]] = {}
         for name, messages in prompts:
-            self._questions.setdefault(_digest(question_text(messages)), name)
-            for message in messages:
-                if message["role"] != "user":
-                    continue
-                words = _words(plain_text(message))
-                size = min(NUM_WORDS, len(words))
-                if size >= MIN_WORDS:
-                    found = self._stretches.setdefault(size, {})
-                    for stretch in _stretches(words, size):
-                        found.setdefault(stretch, name)
+            *_, whole = _questions(messages)
+            self._questions.setdefault(whole, name)
+            asked = [plain_text(m) for m in messages if m["role"] == "user"]
+            if asked and len(_words(asked[-1])) >= MIN_WORDS:
+                self._questions.setdefault(_digest(folded(asked[-1])), name)
+            for text in asked:
+                self._add_text(text, name)
+        for name, token_ids, text in token_prompts:
+            self._questions.setdefault(_token_digest(token_ids), name)
+            self._add_text(text, name)
+
+    def _add_text(self, text: str, name: str) -> None:
+        words = _words(text)
+        size = min(NUM_WORDS, len(words))
+        if size >= MIN_WORDS:
+            found = self._stretches.setdefault(size, {})
+            for stretch in _stretches(words, size):
+                found.setdefault(stretch, name)
 
     def check(self, conversation: Conversation) -> None:
         """Refuse a row that leaks.
@@ -48,22 +75,51 @@ class LeakIndex:
         Raises:
             RowRefused: eval_leak; names the eval prompt.
         """
-        name = self._questions.get(_digest(question_text(conversation.messages)))
-        if name is not None:
-            raise RowRefused(Reason.EVAL_LEAK, f"asks the same as the eval prompt {name!r}")
+        for question in _questions(conversation.messages):
+            self._check_question(question)
         for message in conversation.messages:
-            if message["role"] != "assistant":
-                continue
-            text = f"{message.get('reasoning_content', '')} {plain_text(message)}"
-            words = _words(text)
-            for size, known in self._stretches.items():
-                for stretch in _stretches(words, size):
-                    if stretch in known:
-                        raise RowRefused(
-                            Reason.EVAL_LEAK,
-                            f"an answer holds {size} words in a row of the eval prompt "
-                            f"{known[stretch]!r}",
-                        )
+            if message["role"] == "user":
+                self._check_question(_digest(folded(plain_text(message))))
+            elif message["role"] == "assistant":
+                self._check_answer(f"{message.get('reasoning_content', '')} {plain_text(message)}")
+
+    def check_tokens(self, row: TokenRow, decode: Decode) -> None:
+        """Refuse a row of tokens that leaks; `decode` turns token ids into text.
+
+        Raises:
+            RowRefused: eval_leak; names the eval prompt.
+        """
+        for begin, end in supervised_spans(row.loss_mask).tolist():
+            self._check_question(_token_digest(row.token_ids[:begin]))
+            self._check_answer(decode(row.token_ids[begin:end].tolist()))
+
+    def _check_question(self, question: bytes) -> None:
+        if (name := self._questions.get(question)) is not None:
+            raise RowRefused(Reason.EVAL_LEAK, f"asks the same as the eval prompt {name!r}")
+
+    def _check_answer(self, text: str) -> None:
+        words = _words(text)
+        for size, known in self._stretches.items():
+            for stretch in _stretches(words, size):
+                if stretch in known:
+                    raise RowRefused(
+                        Reason.EVAL_LEAK,
+                        f"an answer holds {size} words in a row of the eval prompt "
+                        f"{known[stretch]!r}",
+                    )
+
+
+def _questions(messages: Sequence[Message]) -> Iterator[bytes]:
+    """Digests of the conversation up to each answer, and up to an end without one."""
+    digest = hashlib.blake2b(b"conversation", digest_size=8)
+    open_end = True
+    for message in messages:
+        if message["role"] == "assistant":
+            yield digest.digest()
+        open_end = message["role"] != "assistant"
+        digest.update(f"{message['role']}\0{folded(plain_text(message))}\1".encode())
+    if open_end:
+        yield digest.digest()
 
 
 def _words(text: str) -> list[str]:
@@ -77,3 +133,8 @@ def _stretches(words: Sequence[str], size: int) -> Iterator[bytes]:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _token_digest(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    return hashlib.blake2b(b"tokens" + tokens.tobytes(), digest_size=8).digest()

@@ -101,11 +101,12 @@ class Pipeline:
         (outcome,) = self._worker.outcomes([(row, domain)])
         return outcome[1]
 
-    def check(self, report: DropReport | None = None) -> None:
+    def check(self, report: DropReport | None = None, field: str = "data") -> None:
         """Stop before training where the account passes a limit.
 
         Args:
             report: the account of rows that were kept from an earlier time; None takes `report`.
+            field: the setting that names the rows.
 
         Raises:
             ValueError: see `DropReport.check`.
@@ -114,6 +115,7 @@ class Pipeline:
             max_drop_fraction=self.settings.max_drop_fraction,
             max_zero_mask_fraction=self.settings.max_zero_mask_fraction,
             decode=self.decode,
+            field=field,
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -191,8 +193,10 @@ class _Worker:
             try:
                 made = parse_row(parse_json(raw), raw.place, domain)
                 names[-1] = made.id
-                if self._leaks is not None and isinstance(made, Conversation):
-                    self._leaks.check(made)
+                if isinstance(made, TokenRow):
+                    self._check_ids(made)
+                if self._leaks is not None:
+                    self._check_leaks(self._leaks, made)
                 parsed.append(made)
             except RowRefused as refused:
                 parsed.append(refused)
@@ -209,19 +213,24 @@ class _Worker:
                     tokens = next(rendered).unwrap()
                     ids, mask = tokens.token_ids, tokens.loss_mask
                 else:
-                    ids, mask = self._checked(row)
+                    ids, mask = row.token_ids, row.loss_mask
                 yield name, limit(name, row.domain, ids, mask, self._max_tokens)
             except RowRefused as refused:
                 yield name, refused
 
-    def _checked(self, row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
+    def _check_leaks(self, leaks: LeakIndex, row: Conversation | TokenRow) -> None:
+        if isinstance(row, TokenRow):
+            leaks.check_tokens(row, self.renderer.decode)
+        else:
+            leaks.check(row)
+
+    def _check_ids(self, row: TokenRow) -> None:
         low, high = int(row.token_ids.min()), int(row.token_ids.max())
         if low < 0 or high >= self._num_ids:
             raise RowRefused(
                 Reason.BAD_TOKENS,
                 f"input_ids go from {low} to {high}, the tokenizer's from 0 to {self._num_ids - 1}",
             )
-        return row.token_ids, row.loss_mask
 
 
 _worker: _Worker | None = None

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from splitserve.data.conversation import Conversation, parse_row
 from splitserve.data.refusal import RowRefused
 from splitserve.data.sources import SUFFIXES, parse_json, read_rows
 from splitserve.errors import UserError
+
+T = TypeVar("T")
 
 ROLES = ("system", "user", "assistant", "tool")
 FORMAT = '{"id": "...", "domain": "...", "messages": [{"role": "user", "content": "..."}]}'
@@ -24,6 +26,15 @@ class Prompt:
     id: str
     domain: str
     messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """Of a row that came as tokens: what is to be answered, without messages."""
+    held_out: bool = False
+    """A conversation that was cut off before its last answer."""
+
+
+MOST_PROMPTS = 1_000_000
+"""Prompts that a run may hold: with their answers, some gigabytes."""
 
 
 def read_prompts(path: str | Path, field: str = "data.prompts") -> list[Prompt]:
@@ -35,15 +46,16 @@ def read_prompts(path: str | Path, field: str = "data.prompts") -> list[Prompt]:
         field: the setting that errors name.
 
     Raises:
-        ValueError: file missing, empty or not UTF-8, or a malformed row (with its number).
+        ValueError: file missing, empty or not UTF-8, a malformed row (with its number), or more
+            rows than a run may hold.
     """
     if Path(path).suffix == ".jsonl" or not _is_source(str(path)):
         return [
             Prompt(row["id"], row["domain"], tuple(row["messages"]))
-            for row in _checked_rows(Path(path), field)
+            for row in _bounded(_checked_rows(Path(path), field), path, field)
         ]
     prompts: dict[str, Prompt] = {}
-    for raw in read_rows(str(path), field):
+    for raw in _bounded(read_rows(str(path), field), path, field):
         try:
             row = parse_row(parse_json(raw), raw.place, "general")
         except RowRefused as refused:
@@ -60,6 +72,19 @@ def read_prompts(path: str | Path, field: str = "data.prompts") -> list[Prompt]:
     if not prompts:
         raise UserError(field, str(path), "a source with prompts", "it has none")
     return list(prompts.values())
+
+
+def _bounded(rows: Iterator[T], path: str | Path, field: str) -> Iterator[T]:
+    for number, row in enumerate(rows):
+        if number == MOST_PROMPTS:
+            raise UserError(
+                field,
+                str(path),
+                f"at most {MOST_PROMPTS} prompts, which a run holds in memory",
+                "have them answered by `splitserve data generate` and give its folder as "
+                "data.conversations, which may be of any size",
+            )
+        yield row
 
 
 def _is_source(path: str) -> bool:

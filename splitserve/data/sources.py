@@ -105,6 +105,16 @@ def read_rows(path: str, field: str = "data.path") -> Iterator[RawRow]:
         yield from _file_rows(file, str(file.relative_to(root)), field)
 
 
+def check_source(path: str, field: str = "data.path") -> None:
+    """See that a source is there, as far as that shows without reading it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not path.startswith(_HUB) and not _is_saved_dataset(Path(path)):
+        source_files(path, field)
+
+
 def source_files(path: str, field: str = "data.path") -> tuple[Path, ...]:
     """The files of a source that is not a dataset, in the order in which they are read.
 

@@ -38,14 +38,14 @@ def split_prompts(prompts: Iterable[Prompt], held_out_fraction: float, seed: int
             f"data.held_out_fraction: {held_out_fraction!r} is not in [0, 1); give the share of "
             "prompts to measure on, such as 0.15, or 0 with a file in data.eval_prompts"
         )
-    ordered = sorted(prompts, key=lambda prompt: _rank(prompt.id, seed))
+    ordered = mixed(prompts, seed)
     by_domain: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in ordered:
         by_domain[prompt.domain].append(prompt)
     held_out_ids = {
         prompt.id
         for group in by_domain.values()
-        for prompt in group[: _num_held_out(len(group), held_out_fraction)]
+        for prompt in group[: num_held_out(len(group), held_out_fraction)]
     }
     split = Split(
         tuple(prompt for prompt in ordered if prompt.id not in held_out_ids),
@@ -53,6 +53,11 @@ def split_prompts(prompts: Iterable[Prompt], held_out_fraction: float, seed: int
     )
     check_no_leak(split.train, split.held_out)
     return split
+
+
+def mixed(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
+    """The prompts in an order that mixes domains and follows from the ids."""
+    return sorted(prompts, key=lambda prompt: _rank(prompt.id, seed))
 
 
 def check_no_leak(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
@@ -80,7 +85,8 @@ def check_no_leak(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
         )
 
 
-def _num_held_out(size: int, fraction: float) -> int:
+def num_held_out(size: int, fraction: float) -> int:
+    """How many of a domain's prompts are held out: of two or more at least one, never all."""
     if fraction == 0.0 or size < 2:
         return 0
     return min(max(round(size * fraction), 1), size - 1)

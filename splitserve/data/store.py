@@ -80,7 +80,9 @@ class DocumentStore:
             self.report = DropReport.from_dict(described["report"])
             self._domains = [str(name) for name in described["domains"]]
             self.key = str(described["key"])
-            self.digest = str(own_digest)
+            self.notes = dict(described["notes"])
+            """What was kept beside the documents."""
+            self.digest = _description_digest(described["files"])
             """Of all that the documents are."""
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreBroken(f"{folder}: {type(error).__name__}: {error}") from error
@@ -136,12 +138,16 @@ def store_key(
     until: str = "all",
     end_of_turn_ids: Sequence[int] = (),
     eval_sources: Sequence[str] = (),
+    more: Any = None,
 ) -> str:
     """A digest of everything that decides what documents come out; "" where it cannot be known.
 
     That is: the content of all sources, their weights and domains, the tokenizer with its chat
     template, the settings, the versions of the libraries that render and tokenize, and the text
     of this package's own code. A source that is streamed has no known content.
+
+    Args:
+        more: whatever else the documents follow from, ready for JSON.
     """
     contents = [fingerprint(s.path) for s in sources]
     eval_contents = [fingerprint(path) for path in eval_sources]
@@ -158,6 +164,7 @@ def store_key(
         "until": until,
         "eval": eval_contents,
         "settings": kept,
+        "more": more,
         "end_of_turn_ids": sorted(end_of_turn_ids),
         "tokenizer": hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "special_tokens": {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
@@ -171,7 +178,10 @@ def store_key(
 
 
 def open_or_build(
-    cache_dir: Path, key: str, build: Callable[[], tuple[Iterable[Document], DropReport]]
+    cache_dir: Path,
+    key: str,
+    build: Callable[[], tuple[Iterable[Document], DropReport]],
+    notes: Mapping[str, Any] | None = None,
 ) -> tuple[DocumentStore, bool]:
     """The store of a key, made now if it is not there; whether it was there.
 
@@ -179,6 +189,7 @@ def open_or_build(
         cache_dir: where stores are kept, one folder a key.
         key: from `store_key`; with an empty one the store is made anew each time.
         build: gives the documents and their account, which is complete when they have been read.
+        notes: kept beside the documents, ready for JSON; `build` may still fill them.
 
     Raises:
         UserError: the folder cannot be written.
@@ -197,7 +208,7 @@ def open_or_build(
         ) from error
     try:
         documents, report = build()
-        _write(work, key, documents, report)
+        _write(work, key, documents, report, notes or {})
         return DocumentStore(_move(work, folder, key), key, verify=False), False
     except OSError as error:
         raise UserError(
@@ -257,7 +268,13 @@ def _move(work: Path, folder: Path, key: str) -> Path:
     return folder
 
 
-def _write(folder: Path, key: str, documents: Iterable[Document], report: DropReport) -> None:
+def _write(
+    folder: Path,
+    key: str,
+    documents: Iterable[Document],
+    report: DropReport,
+    notes: Mapping[str, Any],
+) -> None:
     domains: dict[str, int] = {}
     num_tokens = num_name_bytes = 0
     occurs = np.zeros(0, dtype=np.uint8)
@@ -287,6 +304,7 @@ def _write(folder: Path, key: str, documents: Iterable[Document], report: DropRe
         "key": key,
         "domains": list(domains),
         "report": report.to_dict(),
+        "notes": notes,
         "files": {name: file.described() for name, file in zip(_ARRAYS, files, strict=True)},
     }
     described["digest"] = _description_digest(described)

@@ -25,6 +25,7 @@ class RunFolder:
 
     ```
     config.yaml       the resolved settings
+    samples.json      a digest of what is trained on
     metrics.jsonl     one line per log interval, evaluation and event
     responses.jsonl   what the target answered, once per sample
     evals.jsonl       every accept report
@@ -38,6 +39,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / CONFIG_NAME
+        self.samples = path / "samples.json"
         self.metrics = path / METRICS_NAME
         self.responses = path / RESPONSES_NAME
         self.evals = path / EVALS_NAME
@@ -100,6 +102,24 @@ class RunFolder:
                 "a folder that no other process works in",
                 "wait for the other run, stop it, or name another folder",
             ) from error
+
+    def keep_digest(self, digest: str) -> None:
+        """Write down what the run trains on; a resumed run must have the same.
+
+        Raises:
+            UserError: it was begun with other samples.
+        """
+        if not self.samples.exists():
+            self.samples.write_text(json.dumps({"digest": digest}) + "\n")
+            return
+        found = json.loads(self.samples.read_text())["digest"]
+        if found != digest:
+            raise UserError(
+                "data",
+                digest,
+                f"{found}, the digest of the samples that the run began with",
+                "restore its prompts, conversations and tokenizer, or start a new run",
+            )
 
     # --- append-only files -----------------------------------------------------------------------
 

@@ -6,19 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspark.anchors import counter_rng
 from dspark.config import DraftConfig
-from splitserve.data.account import DropReport
 from splitserve.data.mask_token import choose_mask_token
-from splitserve.data.prompts import Prompt, read_prompts
 from splitserve.data.refusal import RowRefused
-from splitserve.data.render import ChatRenderer
-from splitserve.data.samples import Sample, in_share, make_sample, sample_id_of
+from splitserve.data.samples import Sample, make_sample
 from splitserve.data.schedule import SampleSchedule
-from splitserve.data.split import Split, check_no_leak, split_prompts
 from splitserve.errors import UserError
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
-from splitserve.messages import Sampling
+from splitserve.run.data import RunData, Tell, find_sources, gather
 from splitserve.run.entry import Entry
 from splitserve.run.gpus import Placement, place
 from splitserve.run.memory import GpuNeeds, check_memory, needs
@@ -35,14 +30,18 @@ class Plan:
 
     target: TargetInfo
     draft: DraftConfig
-    held_out: tuple[EvalPrompt, ...]
-    entries: tuple[Entry, ...]
+    data: RunData
     schedule: SampleSchedule
     ring_layout: RingLayout
     max_tokens: int
     placement: Placement
     memory: tuple[GpuNeeds, ...]
     """What each GPU will hold; empty on the CPU."""
+
+    @property
+    def held_out(self) -> tuple[EvalPrompt, ...]:
+        """What drafts are measured with."""
+        return self.data.held_out
 
     def accept(self, entry: Entry, output_ids: Sequence[int]) -> Sample | str:
         """The sample to train on for a response, or the reason to drop it."""
@@ -83,11 +82,14 @@ def target_of(settings: RunSettings) -> TargetInfo:
     )
 
 
-def make_plan(settings: RunSettings, *, check_fit: bool = True) -> Plan:
+def make_plan(
+    settings: RunSettings, *, check_fit: bool = True, tell: Tell = lambda line: None
+) -> Plan:
     """Everything that can be known, and refused, without starting a process.
 
     Args:
         check_fit: refuse what will not fit into the GPUs' memory.
+        tell: given a line of progress now and then, while conversations are prepared.
 
     Raises:
         ValueError: target, layers, mask token, prompts, GPUs, ring or ports do not fit; the
@@ -95,22 +97,19 @@ def make_plan(settings: RunSettings, *, check_fit: bool = True) -> Plan:
     """
     check_ports(settings)
     placement = place(settings.layout)
-    data = settings.data
-    # The prompts are read before the target is made ready: a typo is to show at once.
-    split = _split(settings)
+    sources = find_sources(settings)
     target = target_of(settings)
-    tokenizer = load_tokenizer(target.path)
-    renderer = ChatRenderer(tokenizer, data.chat_template_kwargs, data.system_prompt)
-    train = _render(renderer, split.train, data.max_drop_fraction)
-    measured = _render(renderer, split.held_out, data.max_drop_fraction)
-    used = {token for _, ids in (*train, *measured) for token in ids}
-    mask_token = choose_mask_token(
-        tokenizer, target.vocab_size, settings.draft.mask_token, used | set(target.eos_token_ids)
-    )
-    draft = draft_config(settings, target, mask_token)
     check_warm_start(target, settings.draft.warm_start)
     check_device(target, settings.layout.device)
-    entries = _entries(settings, train)
+    tokenizer = load_tokenizer(target.path)
+    data = gather(settings, sources, target, tokenizer, tell)
+    mask_token = choose_mask_token(
+        tokenizer,
+        target.vocab_size,
+        settings.draft.mask_token,
+        data.used_ids | set(target.eos_token_ids),
+    )
+    draft = draft_config(settings, target, mask_token)
     layout = RingLayout(
         draft.num_context_features,
         draft.hidden_size,
@@ -124,91 +123,21 @@ def make_plan(settings: RunSettings, *, check_fit: bool = True) -> Plan:
     if check_fit:
         check_memory(memory)
     schedule = SampleSchedule(
-        [e.sample_id for e in entries],
+        data.names,
         settings.train.global_batch_size,
         settings.train.steps,
         settings.seed,
         settings.train.replay,
     )
-    held_out = tuple(EvalPrompt(p.id, p.domain, ids) for p, ids in measured)
     return Plan(
         target,
         draft,
-        held_out,
-        entries,
+        data,
         schedule,
         layout,
-        data.max_tokens,
+        settings.data.max_tokens,
         placement,
         tuple(memory),
-    )
-
-
-def _split(settings: RunSettings) -> Split:
-    data = settings.data
-    prompts = read_prompts(data.prompts)
-    if not data.eval_prompts:
-        split = split_prompts(prompts, data.held_out_fraction, settings.seed)
-    else:
-        held_out = tuple(read_prompts(data.eval_prompts, "data.eval_prompts"))
-        split = Split(split_prompts(prompts, 0.0, settings.seed).train, held_out)
-        check_no_leak(split.train, split.held_out)
-    limit = settings.eval.num_prompts or len(split.held_out)
-    if not split.held_out:
-        raise UserError(
-            "data.held_out_fraction",
-            data.held_out_fraction,
-            "a share that holds out at least one prompt",
-            "raise it, give more prompts, or name a file in data.eval_prompts",
-        )
-    return Split(split.train, split.held_out[:limit])
-
-
-def _render(
-    renderer: ChatRenderer, prompts: Sequence[Prompt], max_drop_fraction: float
-) -> list[tuple[Prompt, tuple[int, ...]]]:
-    """Prompts with their ids; those that the chat template refuses are left out and counted.
-
-    Raises:
-        ValueError: too many are refused; shows the reasons with an example each.
-    """
-    report, rendered = DropReport(), []
-    for prompt in prompts:
-        try:
-            ids = renderer.prompt_ids(prompt.messages)
-        except RowRefused as refused:
-            report.drop(prompt.id, refused)
-            continue
-        report.use(Sample(prompt.id, prompt.id, prompt.domain, ids, (False,) * len(ids)))
-        rendered.append((prompt, ids))
-    report.check(max_drop_fraction=max_drop_fraction, decode=renderer.decode)
-    return rendered
-
-
-def _entries(
-    settings: RunSettings, prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
-) -> tuple[Entry, ...]:
-    """One sample per sampling setting and training prompt in its share.
-
-    Prompts that leave no room for an answer are dropped by `Plan.accept` like any other sample.
-    """
-    return tuple(
-        Entry(
-            sample_id_of(prompt.id, k),
-            prompt.domain,
-            ids,
-            Sampling(
-                setting.temperature,
-                setting.top_p,
-                setting.top_k,
-                max(2, min(setting.max_new_tokens, settings.data.max_tokens - len(ids))),
-                # Of its own for every sample: the answer is the same whatever it is batched with.
-                int(counter_rng("answer", settings.seed, prompt.id, k).integers(2**31)),
-            ),
-        )
-        for prompt, ids in prompts
-        for k, setting in enumerate(settings.data.sampling)
-        if in_share(prompt.id, k, setting.share, settings.seed)
     )
 
 

@@ -11,7 +11,6 @@ from splitserve.data.conversation import (
     folded,
     parse_row,
     plain_text,
-    question_text,
 )
 from splitserve.data.refusal import Reason, RowRefused
 
@@ -159,10 +158,7 @@ def test_refused_with_a_reason(row: Any, reason: Reason, text: str) -> None:
 
 
 def test_texts_to_compare_by() -> None:
-    system = {"role": "system", "content": "S"}
     parts = {"role": "user", "content": [{"type": "text", "text": " Hi\n"}]}
     answer = {"role": "assistant", "content": "A  b"}
-    assert question_text([system, parts, answer, HI]) == question_text([system, HI, answer])
-    assert question_text([HI]) != question_text([system, HI])
     assert plain_text(parts) == " Hi\n"
     assert folded(plain_text(answer)) == "a b"

@@ -198,6 +198,53 @@ def test_leaks(headers: PreTrainedTokenizerFast, row: dict[str, Any], detail: st
         assert detail in examples["eval_leak"]["detail"]
 
 
+def turns(*texts: str) -> dict[str, Any]:
+    roles = itertools.cycle(("user", "assistant"))
+    return {"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "leaks"),
+    [
+        (turns("Hi", "Hello!", "And two plus two?", "4"), True),
+        (turns("hi ", "HELLO!", "and  two plus two?", "5", "thanks", "welcome"), True),
+        (turns("Hi", "x"), False),
+        (turns("Hi", "Hello!", "What else?", "x"), False),
+        (turns("And two plus two?", "x"), False),
+        (turns("x", "y", "Tell me a joke about sheep, please.", "z"), True),
+    ],
+)
+def test_a_conversation_leaks_where_it_asks_what_is_measured(
+    headers: PreTrainedTokenizerFast, row: dict[str, Any], leaks: bool
+) -> None:
+    """An eval prompt's own last question, not how it began."""
+    index = LeakIndex(
+        [
+            ("e", turns("Hi", "Hello!", "And two plus two?", "Four")["messages"]),
+            ("f", turns("Hi", "Hello!", "Tell me a joke about sheep, please.")["messages"]),
+        ]
+    )
+    pipeline = Pipeline(headers, PipelineSettings(), leaks=index)
+    list(pipeline.documents(raw([row])))
+    assert pipeline.report.reasons == ({"eval_leak": 1} if leaks else {})
+
+
+def test_rows_of_tokens_leak_like_others(headers: PreTrainedTokenizerFast) -> None:
+    asked = headers.encode("two plus two", add_special_tokens=False)
+    said = headers.encode(EVAL, add_special_tokens=False)
+    other = headers.encode("four is six", add_special_tokens=False)
+    index = LeakIndex([("e", [user(EVAL)])], [("t", asked, "two plus two")])
+
+    def row(question: list[int], answer: list[int]) -> dict[str, Any]:
+        mask = [0] * len(question) + [1] * len(answer)
+        return {"input_ids": [*question, *answer], "loss_mask": mask}
+
+    pipeline = Pipeline(headers, PipelineSettings(), leaks=index)
+    rows = [row(other, asked), row(asked, other), row(other, said), row(said, other)]
+    assert [d.id for d in pipeline.documents(raw(rows))] == ["s:0", "s:3"]
+    assert pipeline.report.reasons == {"eval_leak": 2}
+
+
 def test_leaks_are_found_in_thoughts_and_by_processes(headers: PreTrainedTokenizerFast) -> None:
     row = chat("x", "y")
     row["messages"][1]["reasoning"] = EVAL
