@@ -31,12 +31,13 @@ LOAD = "sglang.srt.models.dspark.DSparkDraftMixin.load_weights"
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 GLUE_DRAFT = f"{_BACKEND}.glue_draft_metadata"
 GLUE_VERIFY = f"{_BACKEND}.glue_target_verify_metadata"
+GLUE_SWITCH = "SGLANG_OPT_DSV41_TARGET_VERIFY_METADATA_GLUE"
 SGLANG_SWITCHES = {
     "SGLANG_DSPARK_FUSED_ACCEPT_TAIL": "the whole accept in one kernel",
     "SGLANG_OPT_DSV41_DSPARK_MID_FOLD": "the verify window from the draft graph, not from the host",
     "SGLANG_OPT_DSV41_DSPARK_PREPARE_INPUTS_ONCE": "positions, slots and anchor in one launch",
     "SGLANG_OPT_DSV41_DSPARK_SKIP_PREFILLED_INPUTS": "verify inputs are copied once, not twice",
-    "SGLANG_OPT_DSV41_TARGET_VERIFY_METADATA_GLUE": "takes the verify part of glue",
+    GLUE_SWITCH: "takes the verify part of glue",
     "SGLANG_OPT_SKIP_GLUED_REPLAY_VIEW": "no host view of a batch whose metadata is captured",
 }
 """Switches of SGLang that shorten the same seams and hold for any target, off by default.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from serving import hooks_fold
 from serving.facts import Family, Gpu, TargetFacts, read_draft, read_target
 from serving.launch_spec import Launch, Setting, given
 
@@ -74,6 +75,9 @@ class Request:
     """Steps-per-second table, for dspark_compact."""
     sts_path: str = ""
     """Temperatures of the confidence head, for dspark_compact."""
+    fold: tuple[str, ...] = ()
+    """Parts of a DSPARK step to put into its graphs (`serving.hooks_fold`); "all" for all, and
+    with SGLang's own switches for the same seams."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """SGLang arguments of one's own, by Python name; they replace the profile's."""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -115,7 +119,7 @@ def settings_for(request: Request, target: TargetFacts) -> Launch:
     environment = _kernels(target.family, request)
     more_arguments, more_environment = _speculation(target.family, request)
     launch = Launch(request.profile.value, tuple(arguments), tuple(environment))
-    launch = launch.plus(more_arguments, more_environment)
+    launch = launch.plus(more_arguments, [*more_environment, *_folding(request.fold)])
     return launch.plus(given(request.arguments), given(request.environment))
 
 
@@ -191,3 +195,18 @@ def _speculation(family: Family, request: Request) -> tuple[list[Setting], list[
         if value:
             arguments.append(Setting(name, value, reason))
     return arguments, environment
+
+
+def _folding(fold: tuple[str, ...]) -> list[Setting]:
+    if not fold:
+        return []
+    everything = fold == ("all",)
+    parts = hooks_fold.PARTS if everything else fold
+    why = "less host time between the graphs of a step"
+    settings = [Setting(hooks_fold.ENVIRONMENT, ",".join(parts), why)]
+    if everything:
+        settings += [Setting(name, True, r) for name, r in hooks_fold.SGLANG_SWITCHES.items()]
+    elif "glue" in parts:
+        name = hooks_fold.GLUE_SWITCH
+        settings.append(Setting(name, True, hooks_fold.SGLANG_SWITCHES[name]))
+    return settings

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from serving.contract import contract_problems
 from serving.facts import DraftFacts, Family, Gpu, TargetFacts
+from serving.hooks_fold import parse_parts
 from serving.launch_spec import Launch
 from serving.profiles import Profile, Request
 
@@ -38,6 +39,7 @@ def problems(
     found += _profile_problems(request, launch, target, draft)
     found += _quantization_problems(request, target)
     found += _file_problems(request)
+    found += _fold_problems(request)
     return found
 
 
@@ -126,3 +128,15 @@ def _file_problems(request: Request) -> list[str]:
         if path and not Path(path).is_file():
             found.append(f"{name}={path!r} is no file; write one with splitserve sweep")
     return found
+
+
+def _fold_problems(request: Request) -> list[str]:
+    if not request.fold:
+        return []
+    if request.profile is not Profile.DSPARK_STATIC:
+        return ["fold has no effect without profile=dspark_static"]
+    try:
+        parse_parts("" if request.fold == ("all",) else ",".join(request.fold))
+    except ValueError as error:
+        return [str(error)]
+    return []

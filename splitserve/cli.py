@@ -1,4 +1,4 @@
-"""The command line: `splitserve train|eval|export|plan|config|data key=value ...`.
+"""The command line: `splitserve train|eval|export|plan|config|data|serve|... key=value ...`.
 
 Heavy imports happen inside the commands, so that `--help` and a mistyped setting answer at once.
 """
@@ -32,6 +32,20 @@ usage: splitserve COMMAND [key=value ...]
           print the resolved settings
   data    preview|stats|generate target=FOLDER data=SOURCE [option=value ...]
           show what is supervised, measure the data, have the target answer prompts
+
+  serve   profile=plain|nextn|dspark_static|dspark_compact target=FOLDER [draft=FOLDER]
+          [dry_run=true]
+          start SGLang with the settings of a decode profile, or print the launch line
+  bench   [url=ADDRESS | profile=... target=FOLDER] [against.OPTION=VALUE] [prompts=FILE]
+          measure a server, or two in turn
+  gate    [URL URL | profile=... against.OPTION=VALUE] target=FOLDER prompts=FILE
+          judge a change by what it generates
+  audit   [url=ADDRESS | profile=...] target=FOLDER
+          say which optimizations are really at work
+  census  [url=ADDRESS | profile=... | traces=[FILE]] target=FOLDER
+          say where a decode step's time goes
+  sweep   what=drafts|sps|sts profile=... target=FOLDER draft=FOLDER
+          find the draft length, write what dspark_compact needs
 
   splitserve train --help lists the recipes and what can be set.
 """
@@ -86,6 +100,16 @@ def _data(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _serving(name: str) -> Callable[[Sequence[str]], int]:
+    def command(arguments: Sequence[str]) -> int:
+        from splitserve import serving_commands
+
+        found: Callable[[Sequence[str]], int] = getattr(serving_commands, name)
+        return found(arguments)
+
+    return command
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "eval": _eval,
@@ -93,6 +117,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": _plan,
     "config": _config,
     "data": _data,
+    **{name: _serving(name) for name in ("serve", "bench", "gate", "audit", "census", "sweep")},
 }
 
 

@@ -1,0 +1,109 @@
+"""Servers for the length of a measurement, and short traces of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from serving.audit import Observed, Row, audit, read_counters
+from serving.bench import Workload, drafts_per_round, run_once
+from serving.census import Census, census
+from serving.facts import read_target
+from serving.launch_spec import Launch, Setting
+from serving.server import EngineProcess, HttpServer, Server
+from serving.trace import StepFacts, Trace, read_trace, step_facts, within
+
+TRACE_SECONDS = 0.6
+TRACE_TOKENS = 2048
+"""Enough to decode on while the trace is begun and ended."""
+SETTLE_SECONDS = 0.5
+
+
+@asynccontextmanager
+async def running(launch: Launch, log: Path) -> AsyncIterator[EngineProcess]:
+    """An engine of its own. Raises ServerError if it does not start."""
+    server = await EngineProcess.start(launch, log)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def at(url: str) -> AsyncIterator[HttpServer]:
+    """A server that runs at an address."""
+    server = HttpServer(url)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def audited(launch: Launch, stem: Path) -> Launch:
+    """The same start with the counters of the audit."""
+    setting = Setting("SPLITSERVE_AUDIT", str(stem), "counts what each step really did")
+    return launch.plus((), [setting])
+
+
+async def traced(server: Server, workload: Workload, folder: Path) -> list[Trace]:
+    """A trace of each rank while the first prompt of a workload is decoded.
+
+    The workload is run once before, so that nothing is compiled under the profiler.
+
+    Raises:
+        ValueError: the profiler wrote nothing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    block_size = await drafts_per_round(server)
+    single = replace(workload, prompts=list(workload.prompts)[:1], concurrency=1)
+    before = set(folder.glob("*.trace.json*"))
+    warm = await run_once(server, replace(single, max_new_tokens=64), block_size)
+    ask = replace(single, max_new_tokens=TRACE_TOKENS, ignore_eos=True).asks()[0]
+    decoding = asyncio.ensure_future(server.ask(ask))
+    await asyncio.sleep(warm.report.timings["mean_ttft_ms"] / 1e3 + SETTLE_SECONDS)
+    await server.start_profile(str(folder.resolve()))
+    await asyncio.sleep(TRACE_SECONDS)
+    await server.stop_profile()
+    await decoding
+    paths = sorted(set(folder.glob("*.trace.json*")) - before)
+    if not paths:
+        raise ValueError(
+            f"traces={str(folder)!r} got no trace; allowed: a folder that the server can write to; "
+            "name one on the server's machine"
+        )
+    return [read_trace(path) for path in paths]
+
+
+def summarize_traces(traces: Sequence[Trace]) -> tuple[Census, StepFacts]:
+    """The census over all ranks and the counts of rank 0. Raises ValueError."""
+    return census(traces), step_facts(min(traces, key=lambda t: t.rank))
+
+
+async def observe(
+    server: Server, *, target_path: str, counters: str, traces: Sequence[Trace]
+) -> list[Row]:
+    """Audit a server that has decoded.
+
+    Args:
+        counters: value of SPLITSERVE_AUDIT in its environment; empty without.
+        traces: short ones of its decoding; empty without.
+    """
+    arguments = await server.info()
+    counts: dict[str, int] = {}
+    facts: dict[str, Any] = {}
+    if counters:
+        counts, facts = read_counters(counters)
+    step = kernels = None
+    if traces:
+        first = min(traces, key=lambda t: t.rank)
+        step = step_facts(first)
+        kernels = frozenset(k.name for k in within(first.kernels, first.steps()))
+    return audit(
+        Observed(
+            arguments, counts, facts, kernels or frozenset(), step, read_target(target_path).family
+        )
+    )
