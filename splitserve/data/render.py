@@ -293,7 +293,8 @@ class ChatRenderer:
     def _span(self, text: str, turn: Turn, generation_prompt: str) -> tuple[int, int, int]:
         """Begin, end and end token of what is supervised of one turn."""
         header = text[turn.begin : turn.first]
-        if header.startswith(generation_prompt):
+        if text.startswith(generation_prompt, turn.begin):
+            # Also where the answer's own text, such as a thought's tag, is what the prompt ends in.
             shared = len(generation_prompt)
         else:
             same = (a == b for a, b in zip(generation_prompt, header, strict=False))

@@ -26,6 +26,8 @@ from splitserve.data.conversation import Message
 _OPEN, _CLOSE = "_splitserve_open", "_splitserve_close"
 _PLANES = ((0x100000, 0x10FFFD), (0xF0000, 0xFFFFD))
 """The two private-use planes; a conversation may use either, not both."""
+_Item = tuple[str, str]
+"""A list's name and the variable that it is indexed by; empty is `loop.index0`."""
 _TAGS = re.compile(r"(</?[^\s<>/]{0,12}think[^\s<>]{0,12}>|\[/?THINK\])")
 """Tags by which templates cut a thought off an answer."""
 
@@ -106,9 +108,15 @@ class TemplateTracer:
         """Of the messages that are being rendered, by identity."""
         self._base = 0
 
-    def _mark(self, value: object, *, closing: bool) -> str:
-        message = self._index.get(id(value))
-        return "" if message is None else chr(self._base + 2 * message + closing)
+    def _mark(self, given: tuple[list[object], list[object]], *, closing: bool) -> str:
+        """The mark of the message among a loop's variables, or else among what they lead to."""
+        for values in given:
+            messages = {self._index[id(value)] for value in values if id(value) in self._index}
+            if len(messages) > 1:
+                raise NotTraced("a loop of the chat template writes several messages at a time")
+            if messages:
+                return chr(self._base + 2 * messages.pop() + closing)
+        return ""
 
     def trace(self, plain: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> Trace:
         """Find every answer in `plain`, which the template has rendered from the same arguments.
@@ -140,14 +148,23 @@ def _plane(plain: str) -> tuple[int, re.Pattern[str]]:
 
 
 class _Instrument(NodeTransformer):
-    """Put marks around the body of every loop."""
+    """Put marks around the body of every loop.
+
+    What a loop writes is the message that it is at: one of its variables, or else what it takes out
+    of a list by such a variable or by `loop.index0`.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2's name
+        names = {n.name for n in _names(node.target)}
+        items = [_if_defined(item) for item in _indexed(node.body, names)]
         self.generic_visit(node)
-        names = [n.name for n in _names(node.target)]
-        opening = [_output(_filtered(_OPEN, name), node.lineno) for name in names]
-        closing = [_output(_filtered(_CLOSE, name), node.lineno) for name in names]
-        node.body = [*opening, *node.body, *closing]
+        variables = [nodes.Name(name, "load") for name in sorted(names)]
+        opening, closing = (
+            nodes.Output([_filtered(name, variables, items)]) for name in (_OPEN, _CLOSE)
+        )
+        for output in (opening, closing):
+            output.set_lineno(node.lineno, override=True)
+        node.body = [opening, *node.body, closing]
         return node
 
 
@@ -155,14 +172,46 @@ def _names(target: nodes.Node) -> list[nodes.Name]:
     return [target] if isinstance(target, nodes.Name) else list(target.find_all(nodes.Name))
 
 
-def _filtered(name: str, variable: str) -> nodes.Expr:
-    return nodes.Filter(nodes.Name(variable, "load"), name, [], [], None, None)
+def _indexed(body: Sequence[nodes.Node], names: set[str], nested: bool = False) -> list[_Item]:
+    """Every `list[variable]` and `list[loop.index0]` in a loop's body, each once."""
+    found: dict[_Item, None] = {}
+    for node in body:
+        if isinstance(node, nodes.Getitem) and isinstance(node.node, nodes.Name):
+            arg = node.arg
+            if isinstance(arg, nodes.Name) and arg.name in names:
+                found[node.node.name, arg.name] = None
+            if not nested and _is_index_of_loop(arg):
+                found[node.node.name, ""] = None
+        inner = nested or isinstance(node, nodes.For)
+        found |= dict.fromkeys(_indexed(list(node.iter_child_nodes()), names, inner))
+    return list(found)
 
 
-def _output(expression: nodes.Expr, lineno: int) -> nodes.Output:
-    output = nodes.Output([expression])
-    output.set_lineno(lineno, override=True)
-    return output
+def _is_index_of_loop(node: nodes.Node) -> bool:
+    return (
+        isinstance(node, nodes.Getattr)
+        and node.attr == "index0"
+        and isinstance(node.node, nodes.Name)
+        and node.node.name == "loop"
+    )
+
+
+def _if_defined(item: _Item) -> nodes.Expr:
+    """An item as an expression, nothing where its list is set later in the loop."""
+    name, variable = item
+    index: nodes.Expr = nodes.Name(variable, "load")
+    if not variable:
+        index = nodes.Getattr(nodes.Name("loop", "load"), "index0", "load")
+    defined = nodes.Test(nodes.Name(name, "load"), "defined", [], [], None, None)
+    taken = nodes.Getitem(nodes.Name(name, "load"), index, "load")
+    return nodes.CondExpr(defined, taken, nodes.Const(None))
+
+
+def _filtered(
+    name: str, variables: Sequence[nodes.Expr], items: Sequence[nodes.Expr]
+) -> nodes.Expr:
+    given = nodes.Tuple([nodes.List(list(variables)), nodes.List(list(items))], "load")
+    return nodes.Filter(given, name, [], [], None, None)
 
 
 class _Marks:
@@ -222,18 +271,20 @@ def _marked_text(text: str, number: int, marks: _Marks, placing: _Placing) -> st
     pieces = _TAGS.split(text)
     if len(pieces) == 1:
         return marks.around(text, number, "answer", placing.outside)
-    # A tag at the odd places; before a closing one stands a thought.
-    body = "".join(
-        piece
-        if k % 2
-        else marks.around(
-            piece,
-            number,
-            "thought" if k + 1 < len(pieces) and "/" in pieces[k + 1] else "answer",
-            placing.outside,
-        )
-        for k, piece in enumerate(pieces)
-    )
+    # A tag at the odd places; before a closing one stands a thought. Templates cut off what is
+    # before the last closing tag, so what is after it is marked as a whole too.
+    parts: list[str] = []
+    part = ""
+    for k, piece in enumerate(pieces):
+        closes = k + 1 < len(pieces) and "/" in pieces[k + 1]
+        kind = "thought" if closes else "answer"
+        part += piece if k % 2 else marks.around(piece, number, kind, placing.outside)
+        if k % 2 and "/" in piece:
+            parts.append(part)
+            part = ""
+    if placing.ends and parts and _TAGS.search(part):
+        part = marks.around(part, number, "answer", placing.outside)
+    body = "".join([*parts, part])
     return marks.around(body, number, "answer", placing.outside) if placing.ends else body
 
 

@@ -270,7 +270,12 @@ def role_tokens_pieces(messages: Messages, tools: Sequence[Any] = ()) -> Pieces:
         elif m["role"] == "assistant":
             kept = text.split("</think>")[-1]
             pieces.append(("<|Assistant|>", False))
-            pieces.append((f"{kept}<|end|>", bool(kept.strip())))
+            on = bool(kept.strip())
+            if kept.startswith("<think>\n"):
+                # The generation prompt has it already.
+                pieces.append(("<think>\n", False))
+                kept = kept.removeprefix("<think>\n")
+            pieces.append((f"{kept}<|end|>", on))
     return pieces
 
 

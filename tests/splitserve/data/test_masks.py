@@ -347,6 +347,23 @@ def test_thoughts_inside_the_content_are_the_answers() -> None:
     assert spans(tokenizer, rendered) == ["yes<|end|>"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "supervised"),
+    [
+        ("</think><think></s>", "<think></s><|end|>"),
+        ("a</think> <think>b", " <think>b<|end|>"),
+        ("<think>\nso", "so<|end|>"),
+        ("<think>so", "<think>so<|end|>"),
+        ("a</think><think>\nb", "b<|end|>"),
+    ],
+)
+def test_tags_that_the_generation_prompt_ends_in(answer: str, supervised: str) -> None:
+    """It ends in `<think>` and a newline: only what it does not hold is the target's to write."""
+    tokenizer, renderer = renderer_of("role_tokens")
+    rendered = renderer.render_conversation([user("x"), assistant(answer)])
+    assert spans(tokenizer, rendered) == [supervised]
+
+
 def test_a_header_that_merges_with_the_answer_is_not_supervised() -> None:
     tokenizer, renderer = renderer_of("chatml_tools")
     assert len(tokenizer.encode("\n\n\n")) < 3, "the tokenizer must merge newlines for this test"
@@ -452,7 +469,13 @@ REWRITING = {
     "upper": "{% for m in messages %}{{ m.role }}:{{ m.content | upper }}<|eot|>{% endfor %}",
     "first character": "{% for m in messages %}{{ m.content[1:] }}<|eot|>{% endfor %}",
     "twice": "{% for k in [1, 2] %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfor %}",
-    "by number": "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}",
+    "in pairs": "{% for i in range(0, messages | length, 2) %}{{ messages[i].content }}<|eot|>"
+    "{{ messages[i + 1].content }}<|eot|>{% endfor %}",
+    "two lists": "{% set rest = messages[1:] + messages[:1] %}{% for i in range(messages | length)"
+    " %}{{ messages[i].content }}{{ rest[i].role }}<|eot|>{% endfor %}",
+    "set later": "{% for i in range(messages | length) %}{% set later = messages %}"
+    "{{ later[i].content }}<|eot|>{% endfor %}",
+    "without a loop": "{{ messages[0].content }}<|eot|>{{ messages[1].content }}<|eot|>",
     "length": "{% for m in messages %}{{ m.content | length }} {{ m.content }}<|eot|>{% endfor %}",
 }
 
@@ -466,6 +489,49 @@ def test_an_answer_that_cannot_be_followed_is_refused(kind: str) -> None:
     reasons = [o.refused.reason if o.refused else None for o in outcomes]
     # Marks have no upper case, so what does not depend on the case can be followed.
     assert reasons == ([None, None] if kind == "upper" else [Reason.ANSWER_NOT_TRACED] * 2)
+
+
+BY_INDEX = {
+    "range": "{% for i in range(messages | length) %}{% set m = messages[i] %}BODY{% endfor %}",
+    "range of a slice": "{% set rest = messages[1:] if messages[0].role == 'system' else messages"
+    " %}{% for i in range(rest | length) %}{% set m = rest[i] %}BODY{% endfor %}",
+    "loop.index0": "{% for _ in messages %}{% set m = messages[loop.index0] %}BODY{% endfor %}",
+    "index of another list": "{% for n in range(messages | length) %}{% for t in tools or [] %}"
+    "{{ t.name }}{% endfor %}{% set m = messages[loop.index0] %}BODY{% endfor %}",
+    "with a look at the one before": "{% for i in range(messages | length) %}{% set m = messages[i]"
+    " %}{% if i and messages[i - 1].role == m.role %}{{ '' }}{% endif %}BODY{% endfor %}",
+    "the one before by index": "{% set rest = messages[1:] %}{% for m in messages[:1] %}BODY"
+    "{% endfor %}{% for m in rest %}{% if messages[loop.index0].role == 'tool' %}{{ '' }}"
+    "{% endif %}BODY{% endfor %}",
+}
+BODY = (
+    "{{ '<|head|>' + m['role'] + '<|/head|>\\n\\n' }}GEN_OPEN"
+    "{{ m['content'] | trim + '<|eot|>' }}GEN_CLOSE"
+)
+
+
+@pytest.mark.parametrize("generation", [False, True])
+@pytest.mark.parametrize("kind", BY_INDEX)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_loops_over_indices(kind: str, generation: bool, data: st.DataObject) -> None:
+    """The masks are those of the same template with a plain loop."""
+    family = FAMILIES["headers"]
+    messages = data.draw(conversations(family))
+    if kind == "range of a slice" and messages[0]["role"] == "system":
+        messages = messages[1:]
+    tokenizer = family.tokenizer()
+    tags = ("{% generation %}", "{% endgeneration %}") if generation else ("", "")
+    body = BODY.replace("GEN_OPEN", tags[0]).replace("GEN_CLOSE", tags[1])
+    prompt = "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+    tokenizer.chat_template = "{{ bos_token }}" + BY_INDEX[kind].replace("BODY", body) + prompt
+    pieces = family.pieces(messages)
+    renderer = ChatRenderer(tokenizer)
+    if any(on for _, on in pieces):
+        check(tokenizer, renderer, messages, pieces)
+    else:
+        with pytest.raises(RowRefused, match="empty_answer"):
+            renderer.render_conversation(messages)
 
 
 def test_private_use_characters_of_one_plane_are_text() -> None:
