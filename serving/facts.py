@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -164,17 +165,30 @@ def gpu_of_capability(capability: str) -> Gpu:
     return _GENERATIONS.get(int(major), Gpu.OTHER) if major.isdigit() else Gpu.OTHER
 
 
+_QUERIES = (
+    ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"),
+    (
+        sys.executable,
+        "-c",
+        "import torch\n"
+        "for i in range(torch.cuda.device_count()):\n"
+        "    print('%d.%d' % torch.cuda.get_device_capability(i))",
+    ),
+)
+
+
 def detect_gpu() -> tuple[Gpu, int]:
     """Generation and number of the GPUs of this machine; (CPU, 0) without any.
 
-    Asks the driver's own tool, so that this process opens no GPU.
+    Asks the driver's own tool, or torch where that is missing, in a process of its own: this one
+    opens no GPU.
     """
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return Gpu.CPU, 0
-    lines = [line for line in result.stdout.splitlines() if line.strip()]
-    if result.returncode or not lines:
-        return Gpu.CPU, 0
-    return gpu_of_capability(lines[0]), len(lines)
+    for query in _QUERIES:
+        try:
+            result = subprocess.run(query, capture_output=True, text=True, timeout=90, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        lines = [line for line in result.stdout.splitlines() if line.strip()]
+        if result.returncode == 0 and lines:
+            return gpu_of_capability(lines[0]), len(lines)
+    return Gpu.CPU, 0

@@ -43,6 +43,9 @@ SGLANG_SWITCHES = {
 """Switches of SGLang that shorten the same seams and hold for any target, off by default.
 Source: SGLang 0.5.23, srt/environ.py:572-584 and 1888-1900, and where they are read."""
 
+LOG_MARK = "fold: "
+"""Every line that this writes into SGLang's log has it."""
+
 logger = logging.getLogger("serving.fold")
 
 
@@ -135,7 +138,6 @@ class Fold:
     def __init__(self, parts: frozenset[str]) -> None:
         self.parts = parts
         self.epilogue: Any = None
-        self.glued: list[str] = []
 
     def after_worker(self, _result: Any, worker: Any, *_: Any, **__: Any) -> None:
         """After a DSparkWorkerV2 is made, before anything is captured: give it an epilogue."""
@@ -161,6 +163,8 @@ class Fold:
         if not why:
             return why
         ours = glue_refusal(backend)
-        if not ours:
-            self.glued.append(type(backend).__name__)
+        if ours:
+            logger.warning("fold: attention metadata stays as it is: %s", ours)
+        else:
+            logger.warning("fold: attention metadata of %s in a graph", type(backend).__name__)
         return ours

@@ -35,7 +35,8 @@ def problems(
     request: Request, launch: Launch, target: TargetFacts, draft: DraftFacts | None
 ) -> list[str]:
     """One sentence per problem, with its remedy."""
-    found = [] if draft is None else _draft_problems(request, target, draft)
+    made_up = launch.argument_dict().get("load_format") == "dummy"
+    found = [] if draft is None else _draft_problems(request, target, draft, made_up)
     found += _profile_problems(request, launch, target, draft)
     found += _quantization_problems(request, target)
     found += _file_problems(request)
@@ -43,7 +44,9 @@ def problems(
     return found
 
 
-def _draft_problems(request: Request, target: TargetFacts, draft: DraftFacts) -> list[str]:
+def _draft_problems(
+    request: Request, target: TargetFacts, draft: DraftFacts, made_up: bool
+) -> list[str]:
     found = []
     if target.config is not None:
         found = contract_problems(draft.config, target.config, request.context_length or None)
@@ -54,7 +57,8 @@ def _draft_problems(request: Request, target: TargetFacts, draft: DraftFacts) ->
             f"block_size={request.block_size} is above the trained {draft.block_size}: positions "
             f"that were never trained are never accepted; choose 1 to {draft.block_size}"
         )
-    if request.profile is Profile.DSPARK_COMPACT and not draft.has_confidence_head:
+    headless = not made_up and not draft.has_confidence_head
+    if request.profile is Profile.DSPARK_COMPACT and headless:
         found.append(
             "the draft has no confidence head (confidence_head.proj.weight and .bias), which "
             "chooses the window in compact mode; use dspark_static or train with one"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from serving import hooks_fold
 from serving.audit import Observed, Row, audit, read_counters
 from serving.bench import Workload, drafts_per_round, run_once
 from serving.census import Census, census
 from serving.facts import read_target
 from serving.launch_spec import Launch, Setting
-from serving.server import EngineProcess, HttpServer, Server
+from serving.server import EngineProcess, HttpServer, Server, ServerError
 from serving.trace import StepFacts, Trace, read_trace, step_facts, within
 
 TRACE_SECONDS = 0.6
@@ -25,9 +27,15 @@ SETTLE_SECONDS = 0.5
 
 @asynccontextmanager
 async def running(launch: Launch, log: Path) -> AsyncIterator[EngineProcess]:
-    """An engine of its own. Raises ServerError if it does not start."""
+    """An engine of its own.
+
+    Raises:
+        ServerError: it does not start, or its log shows nothing of a fold that was asked for.
+    """
     server = await EngineProcess.start(launch, log)
     try:
+        if hooks_fold.ENVIRONMENT in launch.environment_dict():
+            check_fold(log)
         yield server
     finally:
         await server.close()
@@ -41,6 +49,23 @@ async def at(url: str) -> AsyncIterator[HttpServer]:
         yield server
     finally:
         await server.close()
+
+
+def check_fold(log: Path) -> None:
+    """See that the hooks were there, and show what they left out.
+
+    Raises:
+        ServerError: they were not.
+    """
+    lines = [x for x in log.read_text(errors="replace").splitlines() if hooks_fold.LOG_MARK in x]
+    if not lines:
+        raise ServerError(
+            f"{hooks_fold.ENVIRONMENT} is set and {log} shows no line of it: SGLang did not load "
+            "this package's plugin; install the package with its entry points, and leave "
+            "SGLANG_PLUGINS unset"
+        )
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def audited(launch: Launch, stem: Path) -> Launch:
@@ -62,7 +87,9 @@ async def traced(server: Server, workload: Workload, folder: Path) -> list[Trace
     single = replace(workload, prompts=list(workload.prompts)[:1], concurrency=1)
     before = set(folder.glob("*.trace.json*"))
     warm = await run_once(server, replace(single, max_new_tokens=64), block_size)
-    ask = replace(single, max_new_tokens=TRACE_TOKENS, ignore_eos=True).asks()[0]
+    context = (await server.info()).get("context_length") or 2**31
+    room = int(context) - len(single.prompts[0].token_ids) - 1
+    ask = replace(single, max_new_tokens=min(TRACE_TOKENS, room), ignore_eos=True).asks()[0]
     decoding = asyncio.ensure_future(server.ask(ask))
     await asyncio.sleep(warm.report.timings["mean_ttft_ms"] / 1e3 + SETTLE_SECONDS)
     await server.start_profile(str(folder.resolve()))

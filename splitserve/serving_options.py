@@ -9,6 +9,7 @@ from typing import Any
 from serving.facts import Gpu, detect_gpu, read_target
 from serving.launch_spec import Launch, Setting
 from serving.profiles import MEASURING, Profile, Request, build_launch
+from serving.session import TRACE_TOKENS
 from serving.surface import check_surface
 from serving.version import require_sglang
 from serving.workload import Prompt, TargetTokenizer, random_prompts, read_prompts
@@ -136,7 +137,10 @@ def measuring_launch(options: MeasureOptions, *, longest: int, beside: bool = Fa
     Raises:
         ValueError: it cannot be served; names every reason.
     """
-    length = options.context_length or longest + CONTEXT_MARGIN_TOKENS
+    needed = longest + CONTEXT_MARGIN_TOKENS
+    # A trace decodes longer than the workload, as far as the target goes.
+    limit = read_target(options.target).text.get("max_position_embeddings") or needed
+    length = options.context_length or max(needed, min(needed + TRACE_TOKENS, int(limit)))
     most = max(options.concurrency)
     values: dict[str, Any] = {
         "max_running_requests": max(most, 1),

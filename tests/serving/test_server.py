@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import FakeServer
+from fake_trace import dspark_steps
 
+from serving import facts, session
+from serving.bench import Workload
 from serving.host import launch_from_line, launch_to_line
 from serving.launch_spec import Launch, Setting
-from serving.measure import Ask, record_stream
+from serving.measure import Answer, Ask, record_stream
 from serving.server import EngineProcess, HttpServer, ServerError
+from serving.session import check_fold
+from serving.workload import Prompt
 
 LAUNCH = Launch("plain", (Setting("tp_size", 1, ""), Setting("bs", (1, 2), "")))
 META = {"completion_tokens": 1, "finish_reason": None}
@@ -193,3 +200,65 @@ def test_parts_that_hold_only_what_is_new_are_put_together() -> None:
                 await record_stream(stream(*parts))
 
     asyncio.run(run())
+
+
+def test_a_fold_without_its_plugin_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("ready\n")
+    with pytest.raises(ServerError, match="did not load this package's plugin"):
+        check_fold(log)
+    log.write_text("ready\n12:00 fold: accept into the verify graph\n")
+    check_fold(log)
+    assert "fold: accept" in capsys.readouterr().err
+
+
+def test_a_trace_is_taken_while_the_answer_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Traced(FakeServer):
+        async def ask(self, ask: Ask) -> Answer:
+            order.append(f"ask {ask.max_new_tokens}")
+            answer = await super().ask(ask)
+            if ask.max_new_tokens == session.TRACE_TOKENS:
+                assert ask.ignore_eos
+                await asyncio.sleep(0.2)
+                order.append("answered")
+            return answer
+
+        async def start_profile(self, folder: str) -> None:
+            order.append("start")
+            self.path = Path(folder) / "1-TP-0.trace.json"
+
+        async def stop_profile(self) -> None:
+            order.append("stop")
+            self.path.write_text(json.dumps({"traceEvents": dspark_steps()}))
+
+    monkeypatch.setattr(session, "SETTLE_SECONDS", -0.45)
+    monkeypatch.setattr(session, "TRACE_SECONDS", 0.01)
+    work = Workload((Prompt("a", (1,)), Prompt("a", (2,))), 256)
+    traces = asyncio.run(session.traced(Traced(), work, tmp_path / "t"))
+    assert order == ["ask 64", "ask 2048", "start", "stop", "answered"]
+    census, facts = session.summarize_traces(traces)
+    assert census.step_ms == pytest.approx(facts.step_ms)
+
+
+def test_the_machines_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(*texts: str | None):  # type: ignore[no-untyped-def]
+        queue = list(texts)
+
+        def run(query: Any, **_: Any) -> Any:
+            text = queue.pop(0)
+            if text is None:
+                raise FileNotFoundError(query[0])
+            return subprocess.CompletedProcess(query, 0, text, "")
+
+        monkeypatch.setattr(facts.subprocess, "run", run)
+        return facts.detect_gpu()
+
+    assert answers("9.0\n9.0\n") == (facts.Gpu.HOPPER, 2)
+    assert answers(None, "10.0\n") == (facts.Gpu.BLACKWELL, 1)
+    assert answers(None, "") == (facts.Gpu.CPU, 0)

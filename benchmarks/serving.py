@@ -1,0 +1,296 @@
+"""Figures of decoding on one GPU: `python -m benchmarks.serving MODEL [--parts ...]`.
+
+Models: `smollm2` (a folder and a trained draft of one's own, prompts of a file), `8b` (random, the
+sizes of Qwen3-8B, a draft of 5 layers and blocks of 7), `ling3_tiny` and `ling3` (random Ling-3, a
+draft of 5 layers). Random weights are made up by SGLang while it starts: nothing is written but
+two config.json, and nothing is read. No draft of random weights is ever accepted, so there a step
+is a token.
+
+Parts, each with engines of its own:
+
+    pair      SGLang's default static verify against the same with everything folded, in turn:
+              step times, the gates between them, and a census of both
+    plain     the target alone
+    compact   verification by confidence
+    nextn     drafts by the target's own MTP layer (ling3)
+    each      the default against each single switch, in turn
+
+Writes `serving_MODEL.json` into `--folder` (by default benchmarks/results) and prints it. `--add`
+takes in the figures of earlier files, so that parts can be measured in several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.record import ROOT, write_record
+from dspark.config import DraftConfig
+from serving.bench import Run, compare
+from serving.gates import gates_to_dict, gather, judge
+from serving.hooks_fold import GLUE_SWITCH, SGLANG_SWITCHES
+from serving.server import Server, ServerError
+from serving.session import summarize_traces, traced
+from splitserve.serving_options import MeasureOptions
+from splitserve.serving_run import open_server, run_warm, workload_of
+
+PARTS = ("pair", "plain", "compact", "nextn", "each")
+CONTEXTS = (512, 8192)
+LING3_MID = {
+    "vocab_size": 65536,
+    "hidden_size": 2560,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "moe_shared_expert_intermediate_size": 768,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1024,
+    "num_nextn_predict_layers": 1,
+}
+"""About 20 billion parameters: as large as starts within a few minutes."""
+SINGLE: dict[str, dict[str, Any]] = {
+    "accept": {"fold": "accept"},
+    "accept_tail": {"fold": "accept", "env": {"SGLANG_DSPARK_FUSED_ACCEPT_TAIL": True}},
+    "accept_commit": {"fold": "accept,commit"},
+    "accept_commit_relay": {"fold": "accept,commit,relay"},
+    "glue": {"fold": "glue"},
+    **{
+        name.removeprefix("SGLANG_").lower(): {"env": {name: True}}
+        for name in SGLANG_SWITCHES
+        if name not in ("SGLANG_DSPARK_FUSED_ACCEPT_TAIL", GLUE_SWITCH)
+        and name != "SGLANG_OPT_SKIP_GLUED_REPLAY_VIEW"
+    },
+}
+"""What each comparison of the part `each` switches on."""
+
+
+def target_config(model: str) -> dict[str, Any]:
+    """The config.json of a random target."""
+    name = "qwen3_8b_random" if model == "8b" else "ling3_tiny"
+    text = (ROOT / "configs" / "target" / f"{name}.yaml").read_text()
+    config: dict[str, Any] = yaml.safe_load(text)["random_config"]
+    return {**config, **(LING3_MID if model == "ling3" else {}), "dtype": "bfloat16"}
+
+
+def write_configs(model: str, folder: Path, block_size: int) -> tuple[str, str]:
+    """The folders of a random target and its draft, which hold a config.json each."""
+    target = target_config(model)
+    ling = model.startswith("ling3")
+    draft = DraftConfig.for_target(
+        target,
+        num_layers=5,
+        block_size=block_size,
+        mask_token_id=int(target["vocab_size"]) - 1,
+        markov_rank=256,
+        num_context_layers=5,
+        architecture="LingDSparkModel" if ling else "Qwen3DSparkModel",
+        capture_last_layer=ling,
+    )
+    for name, config in (("target", target), ("draft", draft.to_hf())):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return str(folder / "target"), str(folder / "draft")
+
+
+def base_options(given: argparse.Namespace) -> MeasureOptions:
+    """SGLang's default for a target and its draft: static verification, nothing folded."""
+    arguments = dict(pair.partition("=")[::2] for pair in given.args)
+    target, draft = given.target, given.draft
+    if given.model == "smollm2":
+        if not target or not draft:
+            raise ValueError(
+                "target and draft are not named; allowed: the folders of a finished run; name them "
+                "with --target and --draft"
+            )
+        prompts = given.prompts or str(ROOT / "recipes" / "smollm2_prompts.jsonl")
+    else:
+        target, draft = write_configs(given.model, Path(given.work) / "models", given.block_size)
+        arguments = {"load_format": "dummy", "speculative_draft_load_format": "dummy", **arguments}
+        prompts = ""
+    return MeasureOptions(
+        profile="dspark_static",
+        target=target,
+        draft=draft,
+        args={name: yaml.safe_load(str(value)) for name, value in arguments.items()},
+        prompts=prompts,
+        number=given.number,
+        output_tokens=given.tokens,
+        folder=given.work,
+    )
+
+
+def contexts_of(options: MeasureOptions) -> dict[str, MeasureOptions]:
+    """The workloads by the ending of their figures' names; the last one has none."""
+    if options.prompts:
+        return {"": options}
+    found = {f"_{n}": replace(options, input_tokens=n) for n in CONTEXTS}
+    *short, longest = found.values()
+    return {**dict(zip(found, short, strict=False)), "": longest}
+
+
+async def pair(options: MeasureOptions, rounds: int) -> dict[str, Any]:
+    """Default against folded."""
+    figures: dict[str, Any] = {}
+    contexts = contexts_of(options)
+    main = workload_of(contexts[""])
+    async with AsyncExitStack() as stack:
+        default, folded = await _two(stack, contexts[""], {"fold": "all"})
+        for ending, context in contexts.items():
+            found = await compare(
+                (default, folded), ("default", "folded"), workload_of(context), rounds=rounds
+            )
+            first, second = found.step_ms
+            figures |= {
+                f"default_step_ms{ending}": first,
+                f"step_ms{ending}": second,
+                f"step_ratio{ending}": first / second,
+                f"step_spread_ms{ending}": found.spread_ms,
+                f"verdict{ending}": found.verdict,
+            }
+        figures |= _of_run(found.runs[1][-1])
+        evidence = [
+            await gather(server, main.prompts, stop_token_ids=main.stop_token_ids)
+            for server in (default, folded)
+        ]
+        gates = gates_to_dict(judge(*evidence))
+        figures["gates_passed"] = gates["passed"]
+        figures["gates"] = gates["gates"]
+        for prefix, server, step in (("default_", default, first), ("", folded, second)):
+            traces = await traced(server, main, Path(options.folder) / f"traces_{prefix}pair")
+            census, facts = summarize_traces(traces)
+            figures |= {
+                f"{prefix}idle_fraction": census.calibrated_idle_fraction(step),
+                f"{prefix}profiled_step_ms": census.step_ms,
+                f"{prefix}milliseconds": census.milliseconds,
+                f"{prefix}eager_kernels_per_step": facts.eager_kernels,
+                f"{prefix}graphs_per_step": facts.graphs + facts.small_graphs,
+                f"{prefix}synchronizations_per_step": facts.synchronizations,
+            }
+    return figures
+
+
+async def _two(
+    stack: AsyncExitStack, options: MeasureOptions, change: dict[str, Any]
+) -> tuple[Server, Server]:
+    other = replace(options, **{**change, "env": {**options.env, **change.get("env", {})}})
+    work = workload_of(options)
+    first = await open_server(stack, options, work, "default", beside=True)
+    return first, await open_server(stack, other, work, "changed", beside=True)
+
+
+def _of_run(run: Run) -> dict[str, Any]:
+    return {
+        "accept_length": run.report.accept_length,
+        "mean_ttft_ms": run.report.timings["mean_ttft_ms"],
+        "tpot_ms": run.report.timings["mean_tpot_ms"],
+        "median_tpot_ms": run.report.timings["median_tpot_ms"],
+    }
+
+
+async def alone(options: MeasureOptions, prefix: str) -> dict[str, Any]:
+    """One engine that nothing is compared with."""
+    figures: dict[str, Any] = {}
+    contexts = contexts_of(options)
+    async with AsyncExitStack() as stack:
+        server = await open_server(stack, contexts[""], workload_of(contexts[""]), prefix)
+        for ending, context in contexts.items():
+            run = await run_warm(server, workload_of(context))
+            figures |= {
+                f"{prefix}_tpot_ms{ending}": run.report.timings["mean_tpot_ms"],
+                f"{prefix}_step_ms{ending}": run.step_ms,
+                f"{prefix}_accept_length{ending}": run.report.accept_length,
+            }
+    return figures
+
+
+async def each(options: MeasureOptions, rounds: int) -> dict[str, Any]:
+    """The default against each single switch, with its longest context."""
+    figures: dict[str, Any] = {}
+    context = contexts_of(options)[""]
+    work = workload_of(context)
+    async with AsyncExitStack() as stack:
+        default = await open_server(stack, context, work, "default", beside=True)
+        for name, change in SINGLE.items():
+            async with AsyncExitStack() as inner:
+                other = replace(context, **{**change, "env": change.get("env", {})})
+                server = await open_server(inner, other, work, name, beside=True)
+                found = await compare((default, server), ("default", name), work, rounds=rounds)
+            first, second = found.step_ms
+            figures |= {
+                f"each_{name}_ratio": first / second,
+                f"each_{name}_spread_ms": found.spread_ms,
+                f"each_{name}_verdict": found.verdict,
+            }
+            print(f"{name}: {found.verdict}", file=sys.stderr, flush=True)
+    return figures
+
+
+def measure(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """Figures of the parts, and what failed by part."""
+    options = base_options(given)
+    works: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+        "pair": lambda: pair(options, given.rounds),
+        "plain": lambda: alone(replace(options, profile="plain", draft=""), "plain"),
+        "compact": lambda: alone(replace(options, profile="dspark_compact"), "compact"),
+        "nextn": lambda: alone(replace(options, profile="nextn", draft=""), "nextn"),
+        "each": lambda: each(options, given.rounds),
+    }
+    figures: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for part in given.parts:
+        try:
+            figures |= asyncio.run(_awaited(works[part]))
+        except (ServerError, ValueError) as error:
+            # The other parts are still worth their time; the exit code says that one failed.
+            failed[part] = str(error)
+            print(f"{part} failed: {error}", file=sys.stderr, flush=True)
+    return figures, failed
+
+
+async def _awaited(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    return await work()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the parts; 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", choices=["smollm2", "8b", "ling3_tiny", "ling3"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["pair", "plain", "compact"])
+    parser.add_argument("--target", default="", help="target folder (smollm2)")
+    parser.add_argument("--draft", default="", help="exported draft (smollm2)")
+    parser.add_argument("--prompts", default="", help="JSON lines with messages (smollm2)")
+    parser.add_argument("--number", type=int, default=2, help="prompts")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--block-size", type=int, default=7, help="of a random draft")
+    parser.add_argument("--rounds", type=int, default=3, help="of a comparison")
+    parser.add_argument("--work", default="serving_work", help="folder for logs and traces")
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the record")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
+    parser.add_argument("--args", nargs="*", default=[], help="SGLang arguments, NAME=VALUE")
+    given = parser.parse_args(argv)
+    earlier: dict[str, Any] = {}
+    for path in given.add:
+        earlier |= json.loads(path.read_text())["figures"]
+    figures, failed = measure(given)
+    if figures or earlier:
+        note = {f"failed_{part}": why for part, why in failed.items()}
+        write_record(f"serving_{given.model}", {**earlier, **figures, **note}, folder=given.folder)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
