@@ -18,6 +18,7 @@ from splitserve.compose import (
     setting_paths,
     to_yaml,
 )
+from splitserve.data.given import source_list
 from splitserve.errors import UserError
 from splitserve.settings import RunSettings
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
     "local": ["target.path=somewhere"],
     "prompts": ["data.prompts=mine.jsonl"],
+    "conversations": ["data.conversations=mine.jsonl"],
 }
 """What a group's file leaves to the user."""
 WITH_PROMPTS = ("smollm2_dspark",)
@@ -69,6 +71,22 @@ def test_every_recipe_composes(name: str) -> None:
 def test_every_group_option_composes_with_the_recipe(group: str, option: str) -> None:
     settings = compose([RECIPE, f"{group}={option}", *NEEDS.get(option, [])])
     assert isinstance(settings, RunSettings)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["mine.jsonl", "[a.jsonl, {path: 'hf:b//c@d', weight: 2.5}]", "{path: a.jsonl, domain: chat}"],
+)
+def test_sources_survive_a_stored_run(given: str, tmp_path: Path) -> None:
+    settings = compose([RECIPE, "data=conversations", f"data.conversations={given}"])
+    assert settings.data.prompts == ""
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(settings))
+    again = compose_resumed(path, []).data.conversations
+    assert again == settings.data.conversations and again
+    assert source_list(again, "data.conversations")[0].path in ("mine.jsonl", "a.jsonl")
+    with pytest.raises(UserError, match=r"data\.conversations=.*as when the run began"):
+        compose_resumed(path, ["data.conversations=other.jsonl"])
 
 
 def test_a_group_option_changes_what_it_says() -> None:
