@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from splitserve.cli import main
 from splitserve.compose import compose
 from splitserve.data import prompts as prompts_module
 from splitserve.errors import UserError
@@ -222,6 +224,30 @@ def test_questions_that_leave_no_room_are_not_measured(plan_of: Any, tmp_path: P
     plan = plan_of(f"data.conversations={path}", "data.max_drop_fraction=0.9")
     assert plan.held_out and all(len(p.token_ids) < 128 for p in plan.held_out)
     assert all(int(p.prompt_id.partition("/")[0][1:]) % 2 == 0 for p in plan.held_out)
+
+
+def test_the_plan_command_counts_them(
+    plan_of: Any,
+    rows: Path,
+    tiny_recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [f"data.conversations={rows}", "data.prompts=''", "data.max_tokens=128"]
+    options += [f"data.cache_dir={tmp_path}/cache", "data.max_zero_mask_fraction=0.1"]
+    assert main(["plan", f"recipe={tiny_recipe}", *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "16 of 18 to train on" in said and "16 samples, 4 steps of 4 samples; 4 held-out" in said
+
+
+def test_nothing_is_left_behind_by_a_source_that_breaks_off(plan_of: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    text = "".join(json.dumps(conversation(i, 1)) + "\n" for i in range(2000))
+    path.write_bytes(gzip.compress(text.encode())[:-2000])
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"rows\.jsonl\.gz.*it fails after line"):
+            plan_of(f"data.conversations={path}")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_more_prompts_than_memory_holds_are_refused(
