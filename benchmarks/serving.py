@@ -217,14 +217,15 @@ async def alone(options: MeasureOptions, prefix: str) -> dict[str, Any]:
     return figures
 
 
-async def each(options: MeasureOptions, rounds: int) -> dict[str, Any]:
-    """The default against each single switch, with its longest context."""
+async def each(options: MeasureOptions, rounds: int, names: Sequence[str]) -> dict[str, Any]:
+    """The default against each of these switches, with its longest context."""
     figures: dict[str, Any] = {}
     context = contexts_of(options)[""]
     work = workload_of(context)
     async with AsyncExitStack() as stack:
         default = await open_server(stack, context, work, "default", beside=True)
-        for name, change in SINGLE.items():
+        for name in names:
+            change = SINGLE[name]
             async with AsyncExitStack() as inner:
                 other = replace(context, **{**change, "env": change.get("env", {})})
                 server = await open_server(inner, other, work, name, beside=True)
@@ -247,7 +248,7 @@ def measure(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         "plain": lambda: alone(replace(options, profile="plain", draft=""), "plain"),
         "compact": lambda: alone(replace(options, profile="dspark_compact"), "compact"),
         "nextn": lambda: alone(replace(options, profile="nextn", draft=""), "nextn"),
-        "each": lambda: each(options, given.rounds),
+        "each": lambda: each(options, given.rounds, given.only),
     }
     figures: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -270,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", choices=["smollm2", "8b", "ling3_tiny", "ling3"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["pair", "plain", "compact"])
+    parser.add_argument("--only", nargs="+", choices=list(SINGLE), default=list(SINGLE))
     parser.add_argument("--target", default="", help="target folder (smollm2)")
     parser.add_argument("--draft", default="", help="exported draft (smollm2)")
     parser.add_argument("--prompts", default="", help="JSON lines with messages (smollm2)")

@@ -58,14 +58,16 @@ def make_worker() -> SimpleNamespace:
     )
 
 
-def make_epilogue(sglang: Any, worker: Any, *, commit: bool = True, tail: bool = False) -> Any:
+def make_epilogue(
+    sglang: Any, worker: Any, *, commit: bool = True, tail: bool = False, relay: bool = False
+) -> Any:
     from serving.fold_epilogue import FoldedEpilogue
 
     context = sglang.CommitInjectCtx(
         draft_model=worker.draft_model,
         block_pos_offsets=torch.arange(GAMMA + 1),
         resolve_pool=lambda: worker.draft_model_runner.token_to_kv_pool,
-        resolve_req_to_token=lambda: None,
+        resolve_req_to_token=lambda: torch.zeros(8, 4),
         kv_injector=worker._kv_injector,
     )
     epilogue = FoldedEpilogue(
@@ -76,6 +78,7 @@ def make_epilogue(sglang: Any, worker: Any, *, commit: bool = True, tail: bool =
         device="cpu",
         tp_sync=Sync(),
         fused_accept_tail=tail,
+        post_fold=relay,
         commit_ctx=context,
     )
     worker._verify_epilogue = worker._verify_executor.verify_epilogue = epilogue
@@ -146,6 +149,20 @@ def test_the_folded_accept_is_the_greedy_rule(sglang: Any, seed: int, tail: bool
     assert torch.equal(call["target_hidden"], out.hidden_states)
     assert torch.equal(call["cache_loc_2d"], batch.out_cache_loc.view(BATCH, GAMMA + 1))
     assert torch.equal(call["positions"], batch.positions)
+
+
+def test_lengths_and_bonus_are_relayed_by_request(sglang: Any) -> None:
+    epilogue = make_epilogue(sglang, make_worker(), relay=True)
+    runner, out, batch = make_step(sglang, 5)
+    epilogue.begin_static_step(BATCH, True)
+    epilogue.capture_hook(runner, out, batch, BATCH * (GAMMA + 1))
+    counts, tokens = expected(batch.input_ids.view(BATCH, -1), out.next_token_logits)
+    relay = epilogue.future_relay
+    assert relay.new_seq_lens.shape == (8,)
+    assert relay.new_seq_lens[1:4].tolist() == [
+        n + c + 1 for n, c in zip([10, 20, 30], counts, strict=True)
+    ]
+    assert relay.output_tokens[1:4].tolist() == [row[-1] for row in tokens]
 
 
 def test_a_closed_gate_and_padding_write_nothing(sglang: Any) -> None:

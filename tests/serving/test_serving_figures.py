@@ -1,0 +1,115 @@
+"""The script of the figures writes what it promises, and says what failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+from fake_trace import dspark_steps
+
+from benchmarks import serving as script
+from serving.hooks_fold import SGLANG_SWITCHES, parse_parts
+from serving.profiles import Profile, Request, build_launch
+from serving.server import ServerError
+from serving.trace import make_trace
+from splitserve.serving_options import MeasureOptions
+
+NEEDED = {
+    "plain_tpot_ms",
+    "default_step_ms",
+    "step_ms",
+    "default_idle_fraction",
+    "idle_fraction",
+    "accept_length",
+}
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[list[Any]]:
+    seen: list[MeasureOptions] = []
+
+    async def open_server(
+        stack: AsyncExitStack, options: MeasureOptions, *_: Any, **__: Any
+    ) -> FakeServer:
+        seen.append(options)
+        if options.profile == "nextn":
+            raise ServerError("no such layer")
+        if options.profile == "plain":
+            return FakeServer(accept=1, gamma=0, step_ms=lambda: 3.0)
+        return FakeServer(step_ms=lambda: 0.25 if options.fold == "all" else 0.5)
+
+    async def traced(*_: Any) -> list[Any]:
+        return [make_trace(dspark_steps())]
+
+    monkeypatch.setattr(script, "open_server", open_server)
+    monkeypatch.setattr(script, "traced", traced)
+    monkeypatch.chdir(tmp_path)
+    return seen  # type: ignore[return-value]
+
+
+def record(tmp_path: Path, model: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "r" / f"serving_{model}.json").read_text())
+    return found
+
+
+def test_every_figure_is_written(opened: list[MeasureOptions], tmp_path: Path) -> None:
+    assert script.main(["8b", "--folder", "r", "--number", "1"]) == 0
+    found = record(tmp_path, "8b")
+    figures = found["figures"]
+    assert set(figures) >= NEEDED
+    assert figures["step_ratio"] == pytest.approx(2.0)
+    assert figures["step_ratio_512"] == pytest.approx(2.0)
+    assert figures["gates_passed"] is True
+    # The trace's step of 0.3 ms is idle for 0.077; without profiling it takes 0.25.
+    assert figures["idle_fraction"] == pytest.approx((77 - 50) / 250)
+    assert figures["default_idle_fraction"] > figures["idle_fraction"]
+    assert [o.fold for o in opened] == ["", "all", "", ""]
+    assert {o.args["load_format"] for o in opened} == {"dummy"}
+
+
+def test_a_part_that_fails_is_said_and_the_others_stay(
+    opened: list[MeasureOptions], tmp_path: Path
+) -> None:
+    assert script.main(["ling3", "--parts", "nextn", "plain", "--folder", "r"]) == 1
+    figures = record(tmp_path, "ling3")["figures"]
+    assert figures["failed_nextn"] == "no such layer"
+    assert figures["plain_tpot_ms"] == pytest.approx(3.0)
+    assert script.main(["ling3", "--parts", "pair", "--folder", "r", "--add"]) == 0
+    later = ["--parts", "compact", "--folder", "r", "--add", "r/serving_ling3.json"]
+    assert script.main(["ling3", *later]) == 0
+    assert {"step_ms", "compact_step_ms"} <= set(record(tmp_path, "ling3")["figures"])
+
+
+def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: Path) -> None:
+    assert script.main(["8b", "--parts", "each", "--folder", "r", "--number", "1"]) == 0
+    figures = record(tmp_path, "8b")["figures"]
+    ratios = {name for name in figures if name.endswith("_ratio")}
+    assert ratios == {f"each_{name}_ratio" for name in script.SINGLE}
+    folds = [o.fold for o in opened if o.fold]
+    assert all(parse_parts(fold) for fold in folds)
+    switches = {name for o in opened for name in o.env}
+    assert switches <= set(SGLANG_SWITCHES)
+    few = ["--parts", "each", "--only", "glue", "--folder", "few"]
+    assert script.main(["8b", *few]) == 0
+    figures = json.loads((tmp_path / "few" / "serving_8b.json").read_text())["figures"]
+    assert [n for n in figures if n.endswith("_ratio")] == ["each_glue_ratio"]
+
+
+def test_smollm2_needs_its_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--target and --draft"):
+        script.main(["smollm2", "--folder", str(tmp_path)])
+
+
+@pytest.mark.parametrize("model", ["8b", "ling3_tiny", "ling3"])
+def test_random_targets_can_be_served(model: str, tmp_path: Path) -> None:
+    target, draft = script.write_configs(model, tmp_path, 7)
+    for profile in (Profile.DSPARK_STATIC, Profile.DSPARK_COMPACT):
+        request = Request(profile, target, draft, arguments={"load_format": "dummy"})
+        assert build_launch(request).argument_dict()["speculative_algorithm"] == "DSPARK"
+    if model == "ling3":
+        build_launch(Request(Profile.NEXTN, target))
