@@ -38,10 +38,11 @@ SGLANG_SWITCHES = {
     "SGLANG_OPT_DSV41_DSPARK_PREPARE_INPUTS_ONCE": "positions, slots and anchor in one launch",
     "SGLANG_OPT_DSV41_DSPARK_SKIP_PREFILLED_INPUTS": "verify inputs are copied once, not twice",
     GLUE_SWITCH: "takes the verify part of glue",
+    "SGLANG_OPT_CUDA_GRAPH_FILL_FAST_PATH": "inputs of an unpadded replay in one copy",
     "SGLANG_OPT_SKIP_GLUED_REPLAY_VIEW": "no host view of a batch whose metadata is captured",
 }
 """Switches of SGLang that shorten the same seams and hold for any target, off by default.
-Source: SGLang 0.5.23, srt/environ.py:572-584 and 1888-1900, and where they are read."""
+Source: SGLang 0.5.23, srt/environ.py:572-584, 1648 and 1888-1900, and where they are read."""
 
 LOG_MARK = "fold: "
 """Every line that this writes into SGLang's log has it."""

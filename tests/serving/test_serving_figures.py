@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 from fake_trace import dspark_steps
+from test_launch import sglang_folder
 
 from benchmarks import serving as script
 from serving.hooks_fold import SGLANG_SWITCHES, parse_parts
 from serving.profiles import Profile, Request, build_launch
 from serving.server import ServerError
+from serving.surface import known_environment
 from serving.trace import make_trace
 from splitserve.serving_options import MeasureOptions
 
@@ -89,11 +91,15 @@ def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: P
     assert script.main(["8b", "--parts", "each", "--folder", "r", "--number", "1"]) == 0
     figures = record(tmp_path, "8b")["figures"]
     ratios = {name for name in figures if name.endswith("_ratio")}
-    assert ratios == {f"each_{name}_ratio" for name in script.SINGLE}
+    assert ratios == {f"each_{name}_ratio" for name in script.EACH}
     folds = [o.fold for o in opened if o.fold]
     assert all(parse_parts(fold) for fold in folds)
-    switches = {name for o in opened for name in o.env}
-    assert switches <= set(SGLANG_SWITCHES)
+    # What one comparison adds leaves the arguments of all in place.
+    assert all(o.args["load_format"] == "dummy" for o in opened)
+    assert {o.args.get("stream_interval") for o in opened} == {None, 8}
+    known = known_environment(sglang_folder())
+    assert {name for o in opened for name in o.env} <= known
+    assert set(SGLANG_SWITCHES) <= known
     few = ["--parts", "each", "--only", "glue", "--folder", "few"]
     assert script.main(["8b", *few]) == 0
     figures = json.loads((tmp_path / "few" / "serving_8b.json").read_text())["figures"]
