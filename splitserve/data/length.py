@@ -1,9 +1,9 @@
-"""Documents of tokens: cut to a length, assigned to rows, put into buckets of like length."""
+"""Documents of tokens: cut to a length, assigned to rows, counted by length."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,44 +145,3 @@ def bucket_edges(max_tokens: int, smallest: int = 128) -> tuple[int, ...]:
     while edges[-1] < max_tokens:
         edges.append(min(2 * edges[-1], max_tokens))
     return tuple(edges)
-
-
-def batch_by_length(
-    documents: Iterable[Document], edges: Sequence[int], batch_tokens: int
-) -> Iterator[tuple[int, tuple[Document, ...]]]:
-    """Batches of documents of like length, each of at most `batch_tokens` when padded.
-
-    Args:
-        edges: ascending upper ends of the buckets; documents are padded to their bucket's.
-
-    Yields:
-        (padded length, documents); every document once, in order within its bucket.
-
-    Raises:
-        UserError: a document is longer than the last edge, or a batch cannot hold one document.
-    """
-    if batch_tokens < edges[-1]:
-        raise UserError(
-            "data.batch_tokens",
-            batch_tokens,
-            f"{edges[-1]} or more, the longest bucket",
-            "raise it, or lower data.max_tokens",
-        )
-    waiting: dict[int, list[Document]] = {edge: [] for edge in edges}
-    for document in documents:
-        place = int(np.searchsorted(edges, len(document.token_ids)))
-        if place == len(edges):
-            raise UserError(
-                "data.bucket_edges",
-                list(edges),
-                f"a last edge of {len(document.token_ids)} or more, the length of {document.id!r}",
-                "raise it, or lower data.max_tokens",
-            )
-        edge = edges[place]
-        waiting[edge].append(document)
-        if (len(waiting[edge]) + 1) * edge > batch_tokens:
-            yield edge, tuple(waiting[edge])
-            waiting[edge] = []
-    for edge, left in waiting.items():
-        if left:
-            yield edge, tuple(left)

@@ -19,9 +19,9 @@ def share_out(
     Args:
         items: the samples of the step over all ranks, in the schedule's order.
         micro_batch_size: samples of a micro-batch at most.
-        row_tokens: 0 deals samples to the ranks, which pad them; above, the samples are packed into
-            rows of so many tokens and the rows are dealt, so that they are the same for any number
-            of ranks.
+        row_tokens: 0 deals samples to the ranks, which pad them; those of like length share a
+            micro-batch. Above, the samples are packed into rows of so many tokens and the rows are
+            dealt, so that they are the same for any number of ranks.
 
     Raises:
         UserError: a sample is longer than a row.
@@ -33,12 +33,13 @@ def share_out(
         filled = [tuple(items[i] for i in row) for row in rows]
         shares = [list(rank_share(filled, rank, num_ranks)) for rank in range(num_ranks)]
     else:
+        ordered = sorted(items, key=lambda item: len(item.token_ids))
         shares = [
             [
                 tuple(share[first : first + micro_batch_size])
                 for first in range(0, len(share), micro_batch_size)
             ]
-            for share in (rank_share(items, rank, num_ranks) for rank in range(num_ranks))
+            for share in (rank_share(ordered, rank, num_ranks) for rank in range(num_ranks))
         ]
     count = max(1, *map(len, shares))
     return [(*share, *((),) * (count - len(share))) for share in shares]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from splitserve.data.length import (
     Document,
     assign_rows,
-    batch_by_length,
     bucket_edges,
     limit,
     num_anchor_places,
@@ -137,26 +136,3 @@ def test_bucket_edges() -> None:
     assert bucket_edges(1000) == (128, 256, 512, 1000)
     assert bucket_edges(100) == (100,)
     assert bucket_edges(256) == (128, 256)
-
-
-@given(st.lists(st.integers(1, 40), max_size=40), st.integers(40, 120))
-def test_buckets_hold_every_document_once_within_the_budget(
-    sizes: list[int], batch_tokens: int
-) -> None:
-    edges = bucket_edges(40, 10)
-    documents = [document(str(i), "1" * size) for i, size in enumerate(sizes)]
-    seen = []
-    for edge, batch in batch_by_length(documents, edges, batch_tokens):
-        assert len(batch) * edge <= batch_tokens
-        for one in batch:
-            below = [e for e in edges if e < edge]
-            assert (below[-1] if below else 0) < len(one.token_ids) <= edge
-            seen.append(one.id)
-    assert sorted(seen) == sorted(d.id for d in documents)
-
-
-def test_buckets_that_are_too_small_are_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.bucket_edges=\[2\] .*'a'"):
-        list(batch_by_length([document("a", "011")], [2], 8))
-    with pytest.raises(UserError, match=r"data\.batch_tokens=3 .*4 or more"):
-        list(batch_by_length([], [2, 4], 3))

@@ -69,6 +69,11 @@ def test_padded_sequences_are_dealt_in_turn() -> None:
     ]
 
 
+def test_padded_sequences_share_a_pass_with_those_of_like_length() -> None:
+    shares = share_out(items_of([9, 1, 8, 2]), num_ranks=1, micro_batch_size=2, row_tokens=0)
+    assert [[len(item.token_ids) for item in part] for part in shares[0]] == [[1, 2], [8, 9]]
+
+
 def test_a_sample_longer_than_a_row_is_refused() -> None:
     with pytest.raises(UserError, match=r"train\.row_tokens=8"):
         share_out(items_of([9]), num_ranks=1, micro_batch_size=2, row_tokens=8)
