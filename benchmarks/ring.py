@@ -38,7 +38,8 @@ from splitserve.transport.ring import (
 )
 
 LAYOUT = RingLayout(num_context_features=5 * 4096, hidden_size=4096, dtype="bfloat16")
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 8192
+"""Of a prefill: of one long sample a part, of short ones several."""
 WAIT_SECONDS = 120.0
 
 
@@ -157,15 +158,27 @@ def write_samples(pipe: Connection, address: RingAddress, device: str, num_token
     """The target's side: chunks of a prefill, none of them waited for."""
     writer = RingWriter.attach(address)
     features, states = source(num_tokens, device)
-    token_ids, positions = (torch.arange(num_tokens, device=device) for _ in range(2))
+    together = max(1, CHUNK_TOKENS // num_tokens)
+    features, states = (t.repeat(together, 1) for t in (features, states))
+    positions = torch.arange(num_tokens, device=device).repeat(together)
+    token_ids = positions.clone()
     pipe.send("ready")
     while (slot := receive(pipe)) is not None:
+        slots = [slot]
+        while len(slots) < together and pipe.poll() and (slot := receive(pipe)) is not None:
+            slots.append(slot)
         for first in range(0, num_tokens, CHUNK_TOKENS):
-            rows = slice(first, min(first + CHUNK_TOKENS, num_tokens))
-            batch = [BatchRows(slot, first, 0, rows.stop - first)]
+            last = min(first + CHUNK_TOKENS, num_tokens)
+            batch = [
+                BatchRows(slot, first, first + number * num_tokens, last - first)
+                for number, slot in enumerate(slots)
+            ]
+            rows = slice(0, len(slots) * num_tokens)
             writer.write_batch(
                 batch, features[rows], states[rows], token_ids[rows], positions[rows]
             )
+        if slot is None:
+            break
     writer.close()
 
 
@@ -179,8 +192,9 @@ def read_samples(pipe: Connection, address: RingAddress, device: str, num_tokens
     while True:
         if (not copying or pipe.poll()) and (slot := receive(pipe)) is not None:
             deadline = time.monotonic() + WAIT_SECONDS
-            while reader.check(slot) == "partial_capture":
+            while (reason := reader.check(slot, expected)) == "partial_capture":
                 assert time.monotonic() < deadline, f"no complete sample in {WAIT_SECONDS} s"
+            assert reason is None, reason
             sample = reader.read(slot)
             features.copy_(sample.features, non_blocking=True)
             states.copy_(sample.target_states, non_blocking=True)
@@ -189,9 +203,7 @@ def read_samples(pipe: Connection, address: RingAddress, device: str, num_tokens
         elif not copying:
             break
         while copying and has_passed(copying[0][1]):
-            done, _ = copying.popleft()
-            reason = reader.check(done, expected)
-            assert reason is None, reason
+            copying.popleft()
             pipe.send("done")
     synchronize(device)
     whole = source(num_tokens, device)

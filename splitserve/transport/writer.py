@@ -71,6 +71,8 @@ class RingWriter(Attached):
         self.shard = shard
         self._progress: dict[int, _Progress] = {}
         self._pinned: bool | None = None
+        self._totals: torch.Tensor | None = None
+        """int64 [slots, NUM_SUMS] on the GPU, kept by the kernels."""
 
     @classmethod
     def attach(cls, address: RingAddress, shard: int = 0) -> RingWriter:
@@ -143,8 +145,11 @@ class RingWriter(Attached):
             for rows in found:
                 self._advance(rows)
                 self._copy(rows, features, states)
-            sums = _sums(found, features, states, token_ids, positions)
-            self._publish([rows.slot for rows in found], sums)
+            if self._memory.on_device and features.is_cuda and self._is_pinned(features.device):
+                self._publish_by_kernel(found, features, states, token_ids, positions)
+            else:
+                sums = _sums(found, features, states, token_ids, positions)
+                self._publish([rows.slot for rows in found], sums)
         return stale
 
     def fail(self, slot: SlotRef, error: Exception) -> None:
@@ -196,6 +201,44 @@ class RingWriter(Attached):
         asynchronous = features.is_cuda and self._memory.on_device
         views.features[into].copy_(features[source], non_blocking=asynchronous)
         views.target_states[into].copy_(states[source], non_blocking=asynchronous)
+
+    def _publish_by_kernel(
+        self,
+        batch: Sequence[BatchRows],
+        features: torch.Tensor,
+        states: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> None:
+        """What `_sums` and `_publish` do, in two launches."""
+        from splitserve.transport import kernels
+
+        device = features.device
+        if self._totals is None:
+            shape = (self._memory.num_slots, kernels.NUM_SUMS)
+            self._totals = torch.zeros(shape, dtype=torch.int64, device=device)
+        meta = _upload(torch.tensor(self._meta(batch)), device)
+        kernels.publish(
+            meta,
+            max(1, *(rows.num_rows for rows in batch)),
+            features,
+            states,
+            None if token_ids is None else token_ids.to(device),
+            None if positions is None else positions.to(device),
+            self._totals,
+            self._memory.table(),
+            self.shard,
+        )
+
+    def _meta(self, batch: Sequence[BatchRows]) -> list[list[int]]:
+        """The rows of `kernels.META_WORDS` for each sample."""
+        found = []
+        for slot, start_row, first_row, num_rows in batch:
+            known = self._progress_of(slot)
+            stamp = stamp_of(slot.generation)
+            place = [first_row, num_rows, start_row, slot.index]
+            found.append([*place, stamp, known.num_rows, known.flags, int(start_row == 0)])
+        return found
 
     def _publish(self, slots: Sequence[SlotRef], sums: torch.Tensor) -> None:
         """Add sums int64 [NUM_SUMS, R] to those of the slots, and write their headers."""

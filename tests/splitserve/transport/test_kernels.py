@@ -1,0 +1,136 @@
+"""The kernels of the ring's writer give the headers that torch gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from transport_testing import LAYOUT, random_rows, token_ids
+
+from splitserve import transport
+from splitserve.transport.ring import BatchRows, RingOwner, RingWriter
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[ModuleType]:
+    """The module; without a device a copy for Triton's interpreter."""
+    if CUDA:
+        from splitserve.transport import kernels
+
+        yield kernels
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec = importlib.util.spec_from_file_location(
+            "interpreted_ring_kernels", transport.__path__[0] + "/kernels.py"
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+class Pair:
+    """A ring whose headers torch writes, and a table that the kernels fill beside it."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+        self.owner = RingOwner.create(1 << 14, LAYOUT)
+        self.writer = RingWriter.attach(self.owner.address)
+        table = self.writer._memory.table()
+        self.table = torch.zeros_like(table).to(DEVICE)
+        self.totals = torch.full((table.shape[0], 3), 77, dtype=torch.int64, device=DEVICE)
+
+    def write(
+        self,
+        batch: list[BatchRows],
+        features: torch.Tensor,
+        states: torch.Tensor,
+        ids: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> None:
+        assert not self.writer.write_batch(batch, features, states, ids, positions)
+        self.kernels.publish(
+            torch.tensor(self.writer._meta(batch), device=DEVICE),
+            max(rows.num_rows for rows in batch),
+            features.to(DEVICE),
+            states.to(DEVICE),
+            None if ids is None else ids.to(DEVICE),
+            None if positions is None else positions.to(DEVICE),
+            self.totals,
+            self.table,
+            0,
+        )
+
+    def assert_equal(self, *slots: int) -> None:
+        expected = self.writer._memory.table()[list(slots), 0, 2:]
+        assert expected.any()
+        torch.testing.assert_close(self.table[list(slots), 0, 2:].cpu(), expected)
+
+
+@pytest.fixture
+def pair(kernels: ModuleType) -> Iterator[Pair]:
+    made = Pair(kernels)
+    yield made
+    made.writer.close()
+    made.owner.close()
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("with_positions", [True, False])
+def test_headers_of_a_mixed_batch(pair: Pair, with_tokens: bool, with_positions: bool) -> None:
+    slots = [pair.owner.allocate(n) for n in (5, 3, 6)]
+    features, states = random_rows(13)
+    features[4, 3] = float("nan")
+    states[8, 0] = float("inf")
+    features[12, 0] = float("-inf")
+    batch = [
+        BatchRows(slots[2], 0, 7, 4),
+        BatchRows(slots[0], 0, 1, 5),
+        BatchRows(slots[1], 0, 11, 2),
+    ]
+    positions = torch.tensor([9, 0, 1, 2, 3, 4, 9, 0, 1, 5, 3, 0, 1])
+    pair.write(
+        batch,
+        features,
+        states,
+        token_ids(13) if with_tokens else None,
+        positions if with_positions else None,
+    )
+    pair.assert_equal(*(slot.index for slot in slots))
+
+
+def test_chunks_add_up_and_a_new_start_forgets(pair: Pair) -> None:
+    slot = pair.owner.allocate(7)
+    ids = token_ids(7)
+    features, states = random_rows(7)
+    features[1, 1] = float("nan")
+    for begin, end in ((0, 2), (2, 6), (6, 7)):
+        rows = slice(begin, end)
+        batch = [BatchRows(slot, begin, 0, end - begin)]
+        positions = torch.arange(begin, end)
+        pair.write(batch, features[rows], states[rows], ids[rows], positions)
+        pair.assert_equal(slot.index)
+    clean = features.nan_to_num()
+    pair.write([BatchRows(slot, 0, 0, 7)], clean, states, ids, torch.arange(7))
+    pair.assert_equal(slot.index)
+    assert pair.writer.check(slot, ids) is None
+
+
+def test_wide_rows_of_bfloat16_are_looked_at_to_their_end(kernels: ModuleType) -> None:
+    width, states = 2500, torch.zeros(3, 4, device=DEVICE)
+    features = torch.ones(3, width, dtype=torch.bfloat16, device=DEVICE)
+    features[1, -1] = float("inf")
+    meta = torch.tensor([[0, 3, 0, 0, 5, 3, 0, 1]], device=DEVICE)
+    totals = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    table = torch.zeros(1, 1, 8, dtype=torch.int64, device=DEVICE)
+    kernels.publish(meta, 3, features, states, None, None, totals, table, 0)
+    assert totals.tolist() == [[1, 0, 0]]
