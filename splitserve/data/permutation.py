@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-_ROUNDS = 8
+_ROUNDS = 6
 _WORD = 2**64 - 1
 
 
