@@ -102,13 +102,28 @@ class DraftFacts:
 
 
 def read_target(path: str) -> TargetFacts:
-    """The facts of a target folder, or just the name of one on a hub.
+    """The facts of a target folder, or of a hub name as far as this machine has it already.
+
+    Nothing is fetched. Without a config.json the facts are the name alone.
 
     Raises:
-        ValueError: the folder's config.json is not JSON.
+        ValueError: the config.json is not JSON.
     """
-    file = Path(path) / "config.json"
-    return TargetFacts(path, _read_json(file, "target") if file.is_file() else None)
+    file: Path | None = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        file = _cached_config(path)
+    return TargetFacts(path, _read_json(file, "target") if file and file.is_file() else None)
+
+
+def _cached_config(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def read_draft(path: str) -> DraftFacts:

@@ -16,6 +16,7 @@ from serving.audit import rows_to_dicts
 from serving.bench import Workload, compare, run_once
 from serving.bench_client import client_command, run_client
 from serving.census_report import census_rows, census_to_dict, write_picture
+from serving.facts import read_target
 from serving.gates import gates_to_dict, gather, judge
 from serving.server import ServerError
 from serving.session import observe, summarize_traces, traced
@@ -79,6 +80,13 @@ def serve(arguments: Sequence[str]) -> int:
     """Start a server in this process's place, or print how. Raises ValueError."""
     options = parse_options(ServeOptions, arguments, nested=True)
     launch = launch_of(options)
+    if read_target(options.target).config is None:
+        print(
+            f"splitserve: target={options.target!r} has no config.json on this machine: backends are "
+            f"left to SGLang and nothing is checked against it; hf download {options.target} "
+            "config.json",
+            file=sys.stderr,
+        )
     if options.dry_run:
         for name, value, reason in launch.rows():
             print(f"# {name}={value}: {reason}")

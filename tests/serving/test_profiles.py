@@ -185,6 +185,22 @@ def test_families_and_generations(tmp_path: Path) -> None:
     assert found == [Gpu.AMPERE, Gpu.HOPPER, Gpu.BLACKWELL, Gpu.OTHER, Gpu.OTHER]
 
 
+def test_a_hub_name_is_known_by_what_this_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    folder(tmp_path / "snapshot", LING, ())
+    found: dict[str, Any] = {"some/ling": str(tmp_path / "snapshot" / "config.json")}
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda name, file: found.get(name)
+    )
+    assert read_target("some/ling").family is Family.LING3
+    assert read_target("some/other").config is None
+    monkeypatch.undo()
+    assert read_target("no folder, no name").config is None
+
+
 def test_a_line_can_be_pasted_and_later_settings_win() -> None:
     launch = Launch("plain", (Setting("model_path", "a b", ""), Setting("sleep", True, "")))
     launch = launch.plus([Setting("sleep", False, "")], given({"X": True, "Y": "1 2"}))

@@ -74,6 +74,13 @@ def test_a_line_is_printed_with_its_reasons(
     assert any(line.startswith("# attention_backend=fa3: ") for line in lines)
 
 
+def test_a_target_that_is_not_at_hand_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "target=nobody/nothing", "gpu=hopper", "dry_run=true"]) == 0
+    captured = capsys.readouterr()
+    assert "hf download nobody/nothing config.json" in captured.err
+    assert "--attention-backend" not in captured.out
+
+
 def test_a_server_takes_the_place_of_the_command(
     paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
