@@ -98,7 +98,8 @@ def prepare(
     tell(
         f"conversations: {len(store)} of {report.num_rows} to train on, {report.num_truncated} cut "
         f"to data.max_tokens={wanted.settings.max_tokens}, {report.num_dropped} dropped, "
-        f"{report.supervised_kept:.1%} of the supervised tokens kept; "
+        f"{report.supervised_kept:.1%} of the supervised tokens kept, "
+        f"{len(store.notes['prompts'])} more held out; "
         f"{'found' if found else 'now kept'} in {store.folder}"
     )
     pipeline.check(store.report if found else pipeline.report, "data.conversations")

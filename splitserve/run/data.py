@@ -55,6 +55,8 @@ class RunData:
     """Token ids that occur in any of these."""
     digest: str
     """Of all samples, in hexadecimal: a resumed run must have the same."""
+    accounts: dict[str, dict[str, Any]]
+    """Where the rows of prompts, measured and conversations went, see `DropReport.to_dict`."""
 
     @property
     def names(self) -> SampleNames:
@@ -102,6 +104,7 @@ def gather(
     measured = list(sources.prompts.held_out)
     stored: StoredSamples | None = None
     store_digest, used = "", frozenset[int]()
+    accounts: dict[str, dict[str, Any]] = {}
     if sources.conversations:
         wanted = Preparation(
             sources.conversations,
@@ -114,12 +117,13 @@ def gather(
         prepared = prepare(wanted, tokenizer, target.eos_token_ids, measured, folder, tell)
         stored, store_digest = StoredSamples(prepared.store), prepared.store.digest
         used = prepared.store.used_ids()
+        accounts["conversations"] = prepared.store.report.to_dict()
         measured = mixed([*measured, *prepared.held_out], settings.seed)
-    questions = _render(renderer, measured, data, None)
+    questions, accounts["measured"] = _render(renderer, measured, data, None)
     if not questions:
         raise _nothing_to_measure(data)
     leaks = leak_index(measured, renderer.decode)
-    train = _render(renderer, sources.prompts.train, data, leaks)
+    train, accounts["prompts"] = _render(renderer, sources.prompts.train, data, leaks)
     entries = _entries(settings, train)
     used |= {token for _, ids in (*train, *questions) for token in ids}
     held_out = [EvalPrompt(prompt.id, prompt.domain, ids) for prompt, ids in questions]
@@ -129,6 +133,7 @@ def gather(
         tuple(held_out[: settings.eval.num_prompts or None]),
         used,
         _digest(entries, store_digest),
+        accounts,
     )
 
 
@@ -155,15 +160,16 @@ def _nothing_to_measure(data: DataSettings) -> UserError:
 
 def _render(
     renderer: ChatRenderer, prompts: Sequence[Prompt], data: DataSettings, leaks: LeakIndex | None
-) -> list[tuple[Prompt, tuple[int, ...]]]:
-    """Prompts with their ids; those that cannot be used are left out and counted.
+) -> tuple[list[tuple[Prompt, tuple[int, ...]]], dict[str, Any]]:
+    """Prompts with their ids, and the account; those that cannot be used are left out.
 
     Raises:
         ValueError: too many are refused; shows the reasons with an example each.
     """
+    report = DropReport()
+    rendered: list[tuple[Prompt, tuple[int, ...]]] = []
     if not prompts:
-        return []
-    report, rendered = DropReport(), []
+        return rendered, report.to_dict()
     for prompt in prompts:
         try:
             if leaks is not None:
@@ -180,7 +186,7 @@ def _render(
         report.use(Sample(prompt.id, prompt.id, prompt.domain, ids, (False,) * len(ids)))
         rendered.append((prompt, ids))
     report.check(max_drop_fraction=data.max_drop_fraction, decode=renderer.decode)
-    return rendered
+    return rendered, report.to_dict()
 
 
 def _entries(

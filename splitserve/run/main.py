@@ -48,6 +48,7 @@ def train(arguments: Sequence[str]) -> int:
     if not settings.resume:
         folder.config.write_text(to_yaml(settings))
     folder.keep_digest(plan.data.digest)
+    folder.write_metrics("data", 0, plan.data.accounts)
     layers = ", ".join(map(str, plan.draft.target_layer_ids))
     console.print(
         f"target {settings.target.name}: {plan.target.num_layers} layers, captured {layers}; "

@@ -13,7 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from splitserve import cli
 from splitserve.data.conversation import TokenRow, parse_row
 from splitserve.data.generate import GenerateCounts, Part, PartFile, generate
+from splitserve.data.length import Document
+from splitserve.data.pipeline import Pipeline, PipelineSettings
 from splitserve.data.render import ChatRenderer
+from splitserve.data.samples import make_sample, sample_of
 from splitserve.data.sources import RawRow
 from splitserve.errors import RunFailed, UserError
 from splitserve.messages import (
@@ -121,6 +124,13 @@ def test_every_prompt_under_every_setting_once(tmp_path: Path) -> None:
     assert isinstance(parsed, TokenRow)
     assert tuple(parsed.token_ids) == (*prompt, 40, 41, END)
     assert parsed.loss_mask.sum() == 3 and parsed.loss_mask[-3:].all()
+    # What a run trains on is the same, answered in the run or read from here.
+    document = Pipeline(build_tokenizer(), PipelineSettings()).one(RawRow("x", row), "y")
+    assert isinstance(document, Document)
+    online = make_sample(
+        "p3/1", "p3", row["domain"], prompt, (40, 41, END), max_tokens=2048, end_of_turn_ids={END}
+    )
+    assert sample_of(document, "p3/1", "p3") == online
     assert (row["prompt_id"], row["setting"], row["temperature"], row["top_p"]) == (
         "p3",
         1,

@@ -66,6 +66,7 @@ def test_the_trainer_learns_from_every_answer_and_from_nothing_else(
         wanted[step + 1] = sum(counts)
     assert len(set(wanted.values())) > 3, "steps must differ, or a wrong batch would not show"
     assert {row["step"]: row["num_blocks"] for row in metrics(run, "train")} == wanted
+    assert [row["conversations"]["used"] for row in metrics(run, "data")] == [22, 22]
     assert not (run.folder / "responses.jsonl").exists(), "nothing is to be generated"
     assert not metrics(run, "finished")[-1].get("dropped")
     rows.write_text(rows.read_text().replace("five", "six").replace("0 it", "0 so"))

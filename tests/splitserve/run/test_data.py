@@ -90,6 +90,10 @@ def test_conversations_alone_make_a_run(plan_of: Any, rows: Path, tiny_target: P
             tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False)
         )
     assert any("16 of 18 to train on" in line and "2 dropped" in line for line in plan_of.said)
+    accounts = plan.data.accounts
+    rows_of = {name: (account["rows"], account["used"]) for name, account in accounts.items()}
+    assert rows_of == {"conversations": (18, 16), "measured": (4, 4), "prompts": (0, 0)}
+    assert accounts["conversations"]["dropped"] == {"malformed_row": 1, "no_answer": 1}
 
 
 def test_prompts_and_conversations_share_a_run(plan_of: Any, rows: Path) -> None:
