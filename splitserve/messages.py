@@ -184,6 +184,8 @@ class NoBatch:
     """Instead of a batch: save a checkpoint at this step and exit."""
 
     step: int
+    finished: bool = False
+    """The run ends here by plan, so the draft is to be measured; False where it was stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,7 @@ class Coordinator:
                 message.output_ids,
                 message.finish_reason,
                 entry.sampling,
+                message.draft_step,
             )
             self._feeder.generated(message)
             self._check_drops()
@@ -316,7 +317,7 @@ class Coordinator:
         for rank, step in sorted(self._asked):
             stopping = self._stop_at is not None and step > self._last_served
             if step >= self._num_steps or stopping:
-                self._trainers[rank].send(NoBatch(step))
+                self._trainers[rank].send(NoBatch(step, finished=step >= self._num_steps))
             else:
                 batch = self._feeder.batch(rank, step)
                 if batch is None:

@@ -134,6 +134,7 @@ class RunFolder:
         output_ids: tuple[int, ...],
         finish: str,
         sampling: Sampling,
+        draft_step: int = -1,
     ) -> None:
         """Keep a response: it was paid for once and a resumed run trains on the same one."""
         _append(
@@ -146,6 +147,7 @@ class RunFolder:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                "draft_step": draft_step,
             },
         )
 

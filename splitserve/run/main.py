@@ -98,6 +98,7 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
     for sample_id, row in folder.read_responses().items():
         entry = feeder.entries.get(sample_id)
         if entry is not None and len(entry.prompt_ids) == row["num_prompt_tokens"]:
+            entry.draft_step = row.get("draft_step", -1)
             feeder.answer(entry, row["output_ids"])
     tracker = make_tracker(settings.tracker, folder.path, name=folder.path.name)
     options = CoordinatorOptions(

@@ -62,7 +62,7 @@ def needs(
         entry = found.setdefault(gpu.name, GpuNeeds(gpu))
         entry.roles.append(f"target rank {rank}")
         entry.target = _target_bytes(settings, placement.tp_size, target_config, target_path, draft)
-        if rank == 0:
+        if rank == 0 and settings.speculates:
             entry.target["draft exchange"] = 2 * num_parameters(draft)
     for rank, gpu in enumerate(placement.train):
         entry = found.setdefault(gpu.name, GpuNeeds(gpu))
@@ -70,6 +70,8 @@ def needs(
         entry.train = _train_bytes(
             settings, len(placement.train), target_config, draft, slot_token_bytes
         )
+        if rank == 0:
+            entry.train["copy of a snapshot"] = 2 * num_parameters(draft)
     return list(found.values())
 
 

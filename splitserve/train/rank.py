@@ -82,7 +82,8 @@ class TrainerRank:
         self._prefetch = Prefetcher(spec, RingReaders.attach(spec.rings, spec.device))
         self._planned: deque[StepPlan] = deque()
         """Steps whose batch has come and which have not begun."""
-        self._no_more = False
+        self._no_more = self._finished = False
+        self._snapshot_at = -1
         self._waited = 0.0
         exchange = None
         if spec.exchange is not None and spec.rank == 0:
@@ -123,10 +124,9 @@ class TrainerRank:
                 self._save()
                 saved_at = self._step
             if plan.last:
+                self._finished = True
                 break
-        if self._step == spec.train.steps and self._step % (
-            spec.eval_every or spec.train.steps + 1
-        ):
+        if self._finished and self._snapshot_at != self._step:
             self._snapshot()
         if self._step > 0 and saved_at != self._step:
             self._save()
@@ -156,6 +156,7 @@ class TrainerRank:
             self._planned.append(self._prefetch.add(message))
         elif isinstance(message, NoBatch | Stop):
             self._no_more = True
+            self._finished |= isinstance(message, NoBatch) and message.finished
 
     def _look_ahead(self) -> None:
         """Prepare what comes next; the device has work, and nothing here waits for it."""
@@ -202,6 +203,7 @@ class TrainerRank:
 
     def _snapshot(self) -> None:
         """Hand the draft as it is to the evaluator; training need not wait until it has it."""
+        self._snapshot_at = self._step
         self._metrics.require_finite(self._spec.checkpoints)
         self._channel.state = f"collecting the draft of step {self._step}"
         state = gather_draft_state(self._draft, keep=self._spec.rank == 0)

@@ -200,6 +200,28 @@ def whole_recipe(run: Run) -> Path:
     )
 
 
+def test_two_engines_share_the_samples(start_run: Start) -> None:
+    run = start_run("engines", "layout.engines=2", "engine.max_in_flight=4")
+    code, output = run.end()
+    assert code == 0, output
+    assert len(metrics(run, "engine_ready")) == 2
+    assert {p.stem for p in (run.folder / "logs").iterdir()} >= {"engine-0", "engine-1"}
+    assert len((run.folder / "responses.jsonl").read_text().splitlines()) == 16
+
+
+def test_early_stop_ends_training_and_measures_what_there_is(start_run: Start) -> None:
+    """With steps too small to move a weight no draft beats the first one."""
+    run = start_run(
+        "early", "train.steps=400", "eval.every=3", "eval.early_stop=1", "train.learning_rate=1e-30"
+    )
+    code, output = run.end()
+    assert code == 0, output
+    (finished,) = metrics(run, "finished")
+    assert finished["step"] < 400 and finished["best_step"] == 0
+    assert metrics(run, "eval")[-1]["step"] == finished["step"], "the last draft was not measured"
+    assert (run.folder / "checkpoints" / f"step_{finished['step']:06d}").is_dir()
+
+
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(start_run: Start) -> None:
     run = start_run("engine", "train.steps=8", "engine.max_in_flight=1")
     run.wait_for("sample_id", "responses.jsonl")
