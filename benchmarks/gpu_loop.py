@@ -131,7 +131,7 @@ def loop_figures(run: Path) -> dict[str, float]:
     return figures
 
 
-def record(run: Path, name: str, extra: Sequence[Path], command: str) -> None:
+def record(run: Path, name: str, extra: Sequence[Path], command: str, like: Path | None) -> None:
     """Write the record of a finished run with what its steps have measured."""
     figures: dict[str, Any] = loop_figures(run)
     figures["accept_length_served"] = figures["accept_length_end"]
@@ -155,7 +155,7 @@ def record(run: Path, name: str, extra: Sequence[Path], command: str) -> None:
             figures["accept_length_single"] = found["single"]["domains"]["all"]["accept_length"]
     for path in extra:
         figures |= json.loads(path.read_text())["figures"]
-    write_record(name, figures, command=command)
+    write_record(name, figures, command=command, like=like)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,10 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--single-tokens", type=int, default=256, help="longest answer of those")
     parser.add_argument("--name", default="gpu1_smollm2", help="name of the record")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
+    parser.add_argument("--like", type=Path, help="a record from the machine of the run")
     parser.add_argument("--command", default="", help="the command that made the run")
     options = parser.parse_args(argv)
     if options.step == "record":
-        record(options.run, options.name, options.add, options.command)
+        record(options.run, options.name, options.add, options.command, options.like)
         return 0
     if options.step == "embedded":
         found = embedded(options.run)

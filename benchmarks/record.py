@@ -19,7 +19,12 @@ PACKAGES = ("torch", "triton", "sglang", "deepspeed", "transformers")
 
 
 def write_record(
-    name: str, figures: Mapping[str, Any], *, command: str = "", folder: Path | None = None
+    name: str,
+    figures: Mapping[str, Any],
+    *,
+    command: str = "",
+    folder: Path | None = None,
+    like: Path | None = None,
 ) -> None:
     """Write the figures with what they hang on, and print the same object as one line.
 
@@ -27,6 +32,8 @@ def write_record(
         figures: flat, units in the names.
         command: what was run; by default this process's own command line.
         folder: by default `benchmarks/results`.
+        like: a record of the machine and the sources that gave the figures, where they are put
+            together elsewhere.
     """
     record = {
         "name": name,
@@ -37,6 +44,9 @@ def write_record(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "figures": dict(figures),
     }
+    if like is not None:
+        other = json.loads(like.read_text())
+        record |= {key: other[key] for key in ("commit", "device", "versions", "date")}
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
