@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def sglang_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+@cache
 def known_arguments(folder: Path) -> frozenset[str]:
     """Python names of SGLang's command-line arguments, those whose flag has the same name.
 
@@ -72,6 +74,7 @@ def _has_another_flag(annotation: ast.Subscript, name: str) -> bool:
     return bool(given.get("no_cli")) or flag not in (None, "--" + name.replace("_", "-"))
 
 
+@cache
 def known_environment(folder: Path) -> frozenset[str]:
     """Environment variables that SGLang declares. Source: srt/environ.py."""
     names = set()

@@ -82,8 +82,8 @@ def serve(arguments: Sequence[str]) -> int:
     launch = launch_of(options)
     if read_target(options.target).config is None:
         print(
-            f"splitserve: target={options.target!r} has no config.json on this machine: backends are "
-            f"left to SGLang and nothing is checked against it; hf download {options.target} "
+            f"splitserve: target={options.target!r} has no config.json on this machine: backends "
+            f"are left to SGLang and nothing is checked against it; hf download {options.target} "
             "config.json",
             file=sys.stderr,
         )
