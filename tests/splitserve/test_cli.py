@@ -99,7 +99,7 @@ def test_the_process_takes_the_exit_code(tmp_path: Path) -> None:
 def test_train_help_lists_recipes_groups_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    for line in ("  smollm2_dspark", "  target: local, smollm2", "  train.steps"):
+    for line in ("  smollm2_dspark", "  layout: cpu, gpu1, gpu1p1, gpu4p4", "  train.steps"):
         assert line in text.splitlines()
 
 
@@ -113,7 +113,7 @@ def test_config_prints_what_a_run_would_use(capsys: pytest.CaptureFixture[str]) 
     [
         (["trian"], "did you mean 'train'?"),
         (["train"], "recipe"),
-        (["train", "recipe=smolm2"], "did you mean 'smollm2_dspark'?"),
+        (["train", "recipe=smolm2_dspark"], "did you mean 'smollm2_dspark'?"),
         (["train", RECIPE, "train.stepz=1"], "did you mean 'train.steps'?"),
         (["train", RECIPE, "train.steps=many"], "train.steps='many'"),
         (["train", RECIPE, "train.steps"], "key=value"),
