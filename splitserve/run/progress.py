@@ -28,7 +28,10 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     engine_up_seconds: float = 0.0
     engine_idle_seconds: float = 0.0
+    start_wait_seconds: float = 0.0
+    """Until the first batch was there."""
     trainer_wait_seconds: float = 0.0
+    """For all batches but the first."""
     trainer_step_seconds: float = 0.0
     _ready_at: float | None = None
     _last_tick: float = field(default_factory=time.monotonic)
@@ -52,7 +55,11 @@ class Progress:
         """Take rank 0's word for the pace; the ranks move together."""
         if message.rank == 0:
             self.step = message.step + 1
-            self.trainer_wait_seconds += message.wait_seconds
+            if message.step == self.first_step:
+                # The target starts and answers its first prompts meanwhile.
+                self.start_wait_seconds = message.wait_seconds
+            else:
+                self.trainer_wait_seconds += message.wait_seconds
             self.trainer_step_seconds += message.step_seconds
             self._recent.append(message.wait_seconds + message.step_seconds)
 
@@ -71,7 +78,7 @@ class Progress:
         return 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
 
     def trainer_wait_fraction(self) -> float:
-        """Share of the trainers' time that was spent waiting for data."""
+        """Share of the trainers' time since the first batch that was spent waiting for data."""
         total = self.trainer_wait_seconds + self.trainer_step_seconds
         return self.trainer_wait_seconds / total if total else 0.0
 
@@ -92,6 +99,7 @@ class Progress:
         return {
             "total_seconds": self.elapsed_seconds,
             "trainer_step_seconds": self.trainer_step_seconds,
+            "start_wait_seconds": self.start_wait_seconds,
             "trainer_wait_seconds": self.trainer_wait_seconds,
             "engine_up_seconds": self.engine_up_seconds,
             "engine_idle_seconds": self.engine_idle_seconds,
