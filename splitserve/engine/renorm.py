@@ -20,14 +20,21 @@ FEW = 1024
 
 
 def top_k_renorm(probs_NV: torch.Tensor, top_ks_N: torch.Tensor) -> torch.Tensor:
-    """Each row's `top_ks_N` likeliest tokens, renormalised. Waits for the device once."""
+    """Each row's `top_ks_N` likeliest tokens, renormalised. Waits for the device once.
+
+    Most often the only limited rows are greedy ones, beside others without a limit.
+    """
     vocab = probs_NV.shape[-1]
-    few = min(FEW, vocab)
     top_ks = top_ks_N.view(-1, 1)
     limited = top_ks < vocab
-    if bool((limited & (top_ks > few)).any()):
-        few = vocab
-    values, order = probs_NV.topk(few, dim=-1)
+    few = min(FEW, vocab)
+    several = limited & (top_ks > 1)
+    has_several, has_many = torch.stack([several.any(), (several & (top_ks > few)).any()]).tolist()
+    if not has_several:
+        best = probs_NV.argmax(dim=-1, keepdim=True)
+        return torch.where(limited, torch.zeros_like(probs_NV).scatter_(1, best, 1.0), probs_NV)
+    values, order = probs_NV.topk(vocab if has_many else few, dim=-1)
+    few = values.shape[-1]
     places = torch.arange(few, device=probs_NV.device)
     return torch.where(limited, _scatter(probs_NV, values, order, places < top_ks), probs_NV)
 

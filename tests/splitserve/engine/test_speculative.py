@@ -135,6 +135,12 @@ def test_the_likeliest_tokens_are_kept(few: int, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(kept, expected)
 
 
+def test_greedy_rows_keep_one_token_beside_rows_without_a_limit() -> None:
+    probs = torch.tensor([[0.1, 0.3, 0.5, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    kept = renorm.top_k_renorm(probs, torch.tensor([1, 4]))
+    assert kept.tolist() == [[0.0, 0.0, 1.0, 0.0], probs[1].tolist()]
+
+
 @pytest.mark.parametrize("few", [1, 2, 4])
 def test_tokens_are_kept_until_their_sum_reaches_top_p(
     few: int, monkeypatch: pytest.MonkeyPatch
