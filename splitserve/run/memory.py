@@ -21,6 +21,8 @@ ENGINE_ALLOWANCE = 3 * GIB
 """CUDA context, graphs and workspaces of a rank of the target engine."""
 TRAINER_ALLOWANCE = 3 * GIB
 """CUDA context, compiled kernels' workspaces and fragmentation of a trainer rank."""
+CONTEXT_BYTES = GIB // 2
+"""CUDA context of a process that only reads a GPU's ring, and of the coordinator, which owns it."""
 MOMENT_BYTES = 12
 """A parameter's float32 master and two moments, split over the ranks."""
 LARGEST_FRACTION = 0.92
@@ -62,6 +64,8 @@ def needs(
         entry = found.setdefault(gpu.name, GpuNeeds(gpu))
         entry.roles.append(f"target rank {rank}")
         entry.target = _target_bytes(settings, placement.tp_size, target_config, target_path, draft)
+        others = sum(other.name != gpu.name for other in placement.train)
+        entry.target["contexts of readers"] = (1 + others) * CONTEXT_BYTES
         if rank == 0 and settings.speculates:
             entry.target["draft exchange"] = 2 * num_parameters(draft)
     for rank, gpu in enumerate(placement.train):

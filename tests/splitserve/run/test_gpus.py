@@ -101,6 +101,7 @@ def test_a_half_on_its_own_gpus_is_counted_there(tmp_path: Path) -> None:
     assert not first.train and not trainer.target
     assert first.target["target weights"] == 2048
     assert set(first.target) - set(second.target) == {"draft exchange"}
+    assert first.target["contexts of readers"] == 3 * GIB // 2
     assert trainer.train["optimizer"] == 12 * num_parameters(draft) // 2
     assert trainer.train["target embedding and lm_head"] == 2 * 2 * 151936 * 4096
 
