@@ -107,7 +107,7 @@ def test_a_half_on_its_own_gpus_is_counted_there(tmp_path: Path) -> None:
 
 
 def test_a_shared_gpu_holds_both_and_sglang_is_told_so(tmp_path: Path) -> None:
-    settings = gpu_settings(tmp_path)
+    settings = gpu_settings(tmp_path, "engine.max_running_requests=64")
     placement = place(settings.layout, MACHINE)
     (entry,) = needs(settings, placement, QWEN3_8B, str(tmp_path), draft_of(QWEN3_8B), 49152)
     assert entry.target and entry.train
