@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from serving.measure import Answer
+from serving.measure import Answer, record_stream
 from serving.version import require_sglang
 from splitserve.engine.arguments import (
     MAIN_RING,
@@ -66,7 +66,7 @@ def note_child_death(signum: int, _frame: object) -> None:
 
 
 class SGLangEngine:
-    """A running SGLang engine in capture-only mode.
+    """A running SGLang engine: it captures, and speculates where it is given a draft.
 
     Made in the main thread (SGLang's children die with the thread that started them). Results go
     to `sink` from a thread of the engine. Raises ValueError for settings that cannot work and
@@ -209,22 +209,16 @@ class SGLangEngine:
 
         Raises EngineError if SGLang gives the request up.
         """
-        asked = time.monotonic()
         stream = await self._engine.async_generate(
             input_ids=list(token_ids),
             sampling_params=self._sampling_params(sampling),
             rid=rid,
             stream=True,
         )
-        first, last, answer = 0.0, 0.0, None
-        async for part in stream:
-            last = time.monotonic()
-            first = first or last
-            answer = part
-        kind, detail = ("unknown", "no answer") if answer is None else _finish(answer)
-        if answer is None or kind not in ("stop", "length"):
-            raise EngineError(f"the target gave request {rid} up: {kind}: {detail}")
-        return Answer(answer["meta_info"], asked, first, last)
+        try:
+            return await record_stream(stream)
+        except ValueError as error:
+            raise EngineError(f"request {rid}: {error}") from error
 
     async def update_draft(self, step: int, folder: str) -> DraftUpdate:
         """Give the running engine the draft of that step; requests go on where they are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -97,6 +98,18 @@ def test_the_same_tokens_twice_are_captured_whole_twice(engine, answers, ring, r
         assert isinstance(answers.take(name), Taught)
         _assert_states(ring, slot, reference, ids)
         ring.free(slot)
+
+
+def test_a_streamed_answer_is_the_generated_one(engine, answers) -> None:
+    ids, sampling = tokens(9, seed=4), Sampling(0.0, max_new_tokens=12)
+    engine.submit(Generate("plain", ids, sampling))
+    generated = answers.take("plain")
+    assert isinstance(generated, Generated)
+    work = engine.decode(ids, sampling, "streamed")
+    answer = asyncio.run_coroutine_threadsafe(work, engine._loop).result(timeout=60)
+    assert generated.output_ids[: len(answer.token_ids)] == answer.token_ids
+    assert answer.meta["completion_tokens"] == len(answer.arrivals) == 12
+    assert answer.asked < answer.first < answer.last
 
 
 def test_generating_and_teaching_at_once(engine, answers, ring, reference) -> None:
