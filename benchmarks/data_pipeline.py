@@ -57,8 +57,11 @@ def write_rows(path: Path, count: int) -> None:
             file.write(json.dumps(synthetic_row(number)) + "\n")
 
 
-def tree_memory(root: int) -> int:
-    """Bytes held by a process and all below it; pages that several share count once."""
+def tree_memory(root: int, kind: str = "Pss:") -> int:
+    """Bytes held by a process and all below it, by a line of smaps_rollup.
+
+    Pages that several share count once in `Pss:`, those of the page cache not in `Anonymous:`.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -75,7 +78,7 @@ def tree_memory(root: int) -> int:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
     return total
 
 
