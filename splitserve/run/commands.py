@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dspark.checkpoint import read_config
+from dspark.checkpoint import CONFIG_NAME, WEIGHTS_NAME, read_config
 from splitserve.compose import compose_resumed
 from splitserve.data.prompts import read_prompts
 from splitserve.data.render import ChatRenderer
@@ -140,6 +140,8 @@ def export(arguments: Sequence[str]) -> int:
     source = _checkpoint_draft(folder, options.checkpoint)
     out = Path(options.out) if options.out else folder.export
     if source.resolve() != out.resolve():
+        if out.resolve() != folder.export.resolve():
+            _refuse_other_files(out)
         export_draft(source, out)
     target = compose_resumed(folder.config, []).target
     console = Console()
@@ -148,6 +150,20 @@ def export(arguments: Sequence[str]) -> int:
         f"  {serving_line(out, target.path or 'TARGET_FOLDER')}", soft_wrap=True, highlight=False
     )
     return 0
+
+
+def _refuse_other_files(out: Path) -> None:
+    """An export takes a folder's place whole: one that is more than an export is not to go."""
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    others = [name for name in names if name not in (CONFIG_NAME, WEIGHTS_NAME)]
+    if others:
+        raise UserError(
+            "out",
+            str(out),
+            f"a new folder, or one with {CONFIG_NAME} and {WEIGHTS_NAME} only, which is replaced; "
+            f"it holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}",
+            "name another folder with out=FOLDER",
+        )
 
 
 def _checkpoint_draft(folder: RunFolder, name: str) -> Path:

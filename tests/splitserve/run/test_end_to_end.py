@@ -113,8 +113,22 @@ def test_eval_and_export_work_on_the_run_folder(
     out = tmp_path / "out"
     assert main(["export", f"run={finished.folder}", "checkpoint=2", f"out={out}"]) == 0
     verify_export(out)
+    assert main(["export", f"run={finished.folder}", "checkpoint=4", f"out={out}"]) == 0
     assert main(["export", f"run={finished.folder}", "checkpoint=3", f"out={out}"]) == 2
     assert "2, 4" in capsys.readouterr().err
+
+
+def test_an_export_replaces_an_export_and_nothing_else(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thesis = tmp_path / "mine" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    for out in (thesis.parent, finished.folder):
+        assert main(["export", f"run={finished.folder}", f"out={out}"]) == 2
+        assert f"out='{out}' is not usable" in capsys.readouterr().err
+    assert thesis.read_text() == "years of work"
+    assert finished.folder.joinpath("config.yaml").exists()
 
 
 def test_a_reloaded_export_gives_the_same_outputs(finished: Run) -> None:
