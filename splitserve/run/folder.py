@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -48,6 +49,8 @@ class RunFolder:
         self.snapshots = path / "snapshots"
         self.export = path / "export"
         self._lock: Any = None
+        self._made: list[Path] = []
+        """Folders that were not there before, the innermost first."""
 
     @classmethod
     def create(cls, run_dir: str, recipe: str, *, resume: bool) -> RunFolder:
@@ -67,6 +70,7 @@ class RunFolder:
         else:
             path = Path("runs") / recipe / time.strftime("%Y%m%d-%H%M%S")
         folder = cls(path)
+        folder._made = [p for p in (path, *path.parents) if not p.exists()]
         if resume and not folder.config.is_file():
             raise UserError(
                 "run_dir",
@@ -102,6 +106,18 @@ class RunFolder:
                 "a folder that no other process works in",
                 "wait for the other run, stop it, or name another folder",
             ) from error
+
+    def discard(self) -> None:
+        """Remove what `create` has made, where no run has begun in it; for a run that is refused.
+
+        What holds anything else stays.
+        """
+        if self.config.exists():
+            return
+        (self.path / ".lock").unlink(missing_ok=True)
+        for path in (self.logs, self.checkpoints, self.snapshots, *self._made):
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
     def keep_digest(self, digest: str) -> None:
         """Write down what the run trains on; a resumed run must have the same.

@@ -41,10 +41,14 @@ def train(arguments: Sequence[str]) -> int:
     """
     console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
     settings, folder = open_run(arguments)
-    if settings.engine.kind == "sglang":
-        require_sglang()
-    console.print(f"run folder: {folder.path}", highlight=False)
-    plan = make_plan(settings, tell=lambda line: console.print(line, highlight=False))
+    try:
+        if settings.engine.kind == "sglang":
+            require_sglang()
+        console.print(f"run folder: {folder.path}", highlight=False)
+        plan = make_plan(settings, tell=lambda line: console.print(line, highlight=False))
+    except (ValueError, KeyboardInterrupt):
+        folder.discard()
+        raise
     if not settings.resume:
         folder.config.write_text(to_yaml(settings))
     folder.keep_digest(plan.data.digest)

@@ -171,6 +171,20 @@ def test_a_run_that_is_refused_can_be_started_again_in_its_folder(
         refused(arguments, capsys, 2, "none.jsonl")
 
 
+def test_a_run_that_is_refused_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", RECIPE, "engine=transformers", "data.prompts=none.jsonl"]
+    refused(arguments, capsys, 2, "none.jsonl")
+    refused([*arguments, "run_dir=a/b"], capsys, 2, "none.jsonl")
+    assert list(tmp_path.iterdir()) == []
+    notes = tmp_path / "mine" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("keep")
+    refused([*arguments, "run_dir=mine"], capsys, 2, "none.jsonl")
+    assert [p.name for p in notes.parent.iterdir()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
