@@ -260,6 +260,13 @@ class EvalSettings:
         _at_least("eval.batch_size", self.batch_size, 1)
         _at_least("eval.temperature", self.temperature, 0.0)
         _at_least("eval.early_stop", self.early_stop, 0)
+        _check(
+            "eval.early_stop",
+            self.early_stop,
+            self.early_stop == 0 or self.every > 0,
+            "0 with eval.every=0, which measures nothing that training could stop for",
+            "set eval.every, or leave eval.early_stop out",
+        )
         for temperature in self.final_temperatures:
             _at_least("eval.final_temperatures", temperature, 0.0)
 

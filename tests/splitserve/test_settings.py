@@ -198,3 +198,10 @@ def test_a_gpu_has_rows_of_one_length_where_a_cpu_pads() -> None:
     train = TrainSettings(row_tokens=256, micro_batch_size=16, global_batch_size=8)
     for layout in (whole.layout, on_gpu):
         assert replace(whole, layout=layout, train=train).row_tokens == 256
+
+
+def test_stopping_early_needs_measurements() -> None:
+    with pytest.raises(UserError, match=r"eval\.early_stop=2 .*eval\.every") as caught:
+        EvalSettings(every=0, early_stop=2)
+    assert caught.value.field == "eval.early_stop"
+    EvalSettings(every=1, early_stop=2)
