@@ -141,20 +141,44 @@ def read_draft(path: str) -> DraftFacts:
 
 
 def tensor_names(file: Path) -> set[str]:
-    """Names in a safetensors file, from its header alone.
+    """Names in the weights of a draft, from the file's header alone.
 
     Raises:
         ValueError: the file is cut off or not in that format.
     """
     try:
-        with open(file, "rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(size))
-    except (OSError, struct.error, json.JSONDecodeError, MemoryError, OverflowError) as error:
+        return weight_names(file)
+    except ValueError as error:
         raise ValueError(
             f"draft weights {file} cannot be read ({error}); allowed: a whole safetensors file; "
             "export the draft again"
         ) from error
+
+
+def weight_names(file: Path) -> set[str]:
+    """Names in a safetensors file that is all there, from its header and its length.
+
+    Raises:
+        ValueError: it is cut off, not in that format, or cannot be read; says which.
+    """
+    try:
+        with open(file, "rb") as stream:
+            start = stream.read(8)
+            if start == b"version ":
+                raise ValueError("a pointer of Git LFS in the file's place: run git lfs pull")
+            (size,) = struct.unpack("<Q", start)
+            header = json.loads(stream.read(size))
+        ends = [
+            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        ]
+        length = file.stat().st_size
+    except (OSError, struct.error, MemoryError, OverflowError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"its header does not list tensors ({error!r})") from error
+    wanted = 8 + size + max(ends, default=0)
+    if length < wanted:
+        raise ValueError(f"cut off: it has {length} of {wanted} bytes")
     return {name for name in header if name != "__metadata__"}
 
 

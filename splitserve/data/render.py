@@ -104,9 +104,16 @@ class ChatRenderer:
                 f"template ({error}); use an instruction-tuned target, or put its "
                 "chat_template.jinja into the target's folder"
             ) from error
+        try:
+            self._list_content = _reads_content_parts(self._source)
+        except TemplateError as error:
+            raise ValueError(
+                f"target: the chat template of the tokenizer {tokenizer.name_or_path!r} is no "
+                f"template that jinja2 reads ({error}); allowed: the model's own chat template; "
+                "restore its chat_template.jinja or tokenizer_config.json"
+            ) from error
         self._encoder = Encoder(tokenizer)
         self._tracers: dict[str, TemplateTracer] = {}
-        self._list_content = _reads_content_parts(self._source)
         self._ends = {*end_of_turn_ids, tokenizer.eos_token_id} - {None}
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         ends = {str(tokenizer.convert_ids_to_tokens(i)): i for i in self._ends}

@@ -20,6 +20,7 @@ from splitserve.run.folder import RunFolder, newest_run
 from splitserve.run.main import best_so_far, export_draft, serving_line
 from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
 from splitserve.run.summary import accept_table, settings_line
+from splitserve.target.info import check_weights
 from splitserve.target.prepare import read_target
 from splitserve.train.checkpoint import list_checkpoints, read_meta
 
@@ -110,6 +111,7 @@ def _spec_of_folders(options: EvalOptions) -> EvaluatorSpec:
         if not getattr(options, name):
             raise UserError(name, "", "a path, with draft=FOLDER", f"add {name}=PATH or run=FOLDER")
     target = read_target(options.target)
+    check_weights(target.path)
     renderer = ChatRenderer(load_tokenizer(target.path))
     prompts = tuple(
         EvalPrompt(p.id, p.domain, renderer.prompt_ids(p.messages))

@@ -19,7 +19,7 @@ from splitserve.run.gpus import Placement, place
 from splitserve.run.memory import GpuNeeds, check_memory, needs
 from splitserve.run.process import port_is_free
 from splitserve.settings import RunSettings
-from splitserve.target.info import check_device, check_warm_start
+from splitserve.target.info import check_device, check_warm_start, check_weights
 from splitserve.target.prepare import TargetInfo, capturable_layers, prepare_target
 from splitserve.transport.layout import RingLayout
 
@@ -99,6 +99,7 @@ def make_plan(
     placement = place(settings.layout)
     sources = find_sources(settings)
     target = target_of(settings)
+    check_weights(target.path)
     check_warm_start(target, settings.draft.warm_start)
     check_device(target, settings.layout.device)
     tokenizer = load_tokenizer(target.path)
@@ -145,6 +146,14 @@ def draft_config(settings: RunSettings, target: TargetInfo, mask_token_id: int) 
     """The draft's geometry on that target; refuses layers that the engine cannot capture."""
     draft = settings.draft
     capturable = capturable_layers(target.architecture, target.num_layers)
+    if not capturable:
+        raise UserError(
+            "target.path",
+            target.path,
+            f"a target of 2 layers or more; SGLang captures none of the {target.num_layers} of "
+            f"this {target.architecture}",
+            "name a deeper target",
+        )
     return DraftConfig.for_target(
         target.config,
         num_layers=draft.num_layers,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.contract import LAST_LAYER_CAPTURABLE
+from serving.facts import weight_names
 from splitserve.errors import UserError
 
 # Source: SGLang 0.5.23, the models that define set_dspark_layers_to_capture.
@@ -151,6 +152,27 @@ def read_target(path: str | Path, *, need_tokenizer: bool = True) -> TargetInfo:
     )
 
 
+def check_weights(path: str) -> None:
+    """Refuse a target whose weights are not all there; reads headers and lengths only.
+
+    Raises:
+        ValueError: a file is missing that the index names, is cut off, or holds something else.
+    """
+    folder = Path(path)
+    names = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = _load_json(index).get("weight_map")
+        names |= set(map(str, places.values())) if isinstance(places, dict) else set()
+    for name in sorted(names):
+        try:
+            weight_names(folder / name)
+        except ValueError as error:
+            raise _missing(
+                folder, f"has a {name} that cannot be read ({error})", "whole safetensors files"
+            ) from error
+
+
 def _missing(folder: Path, what: str, allowed: str) -> ValueError:
     return ValueError(
         f"target.path={str(folder)!r} {what}; allowed: {allowed}; "
@@ -180,9 +202,10 @@ def _read_tokenizer(folder: Path) -> tuple[int, bool, int | None]:
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
+        why = " ".join(str(error).split())
         raise _missing(
             folder,
-            f"has a tokenizer that does not load ({type(error).__name__}: {error})",
+            f"has a tokenizer that does not load ({type(error).__name__}: {why})",
             "a tokenizer that transformers.AutoTokenizer loads",
         ) from error
     return len(tokenizer), bool(tokenizer.chat_template), tokenizer.eos_token_id

@@ -175,6 +175,13 @@ def test_a_broken_weights_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"\x08\0\0\0\0\0\0\0{")
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
         tensor_names(file)
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    whole = len(header).to_bytes(8, "little") + header + b"\0" * 4
+    file.write_bytes(whole)
+    assert tensor_names(file) == {"a"}
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"cut off: it has 65 of 66 bytes"):
+        tensor_names(file)
 
 
 def test_families_and_generations(tmp_path: Path) -> None:

@@ -117,3 +117,10 @@ def test_a_tokenizer_that_changes_text_by_itself_is_refused(
     tokenizer.__class__ = Prefixed
     with pytest.raises(ValueError, match="places of its tokens are unknown"):
         Encoder(tokenizer)
+
+
+def test_a_template_that_jinja_cannot_read_is_named(make_tokenizer: TokenizerMaker) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}"
+    with pytest.raises(ValueError, match=r"no template that jinja2 reads .*restore"):
+        ChatRenderer(tokenizer)
