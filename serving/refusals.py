@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from serving.contract import contract_problems
@@ -131,7 +132,17 @@ def _file_problems(request: Request) -> list[str]:
             found.append(f"{name}={path!r} has no effect without profile=dspark_compact")
         if path and not Path(path).is_file():
             found.append(f"{name}={path!r} is no file; write one with splitserve sweep")
+        elif path and not _is_json(Path(path)):
+            found.append(f"{name}={path!r} is no JSON; write it again with splitserve sweep")
     return found
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _fold_problems(request: Request) -> list[str]:

@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -232,14 +232,17 @@ class HttpServer:
                 with self._open(path, body) as response:
                     data: bytes = response.read()
                     return data
-            except (OSError, urllib.error.URLError) as error:
+            except (OSError, HTTPException) as error:
                 raise ServerError(f"{self._url}{path} failed: {error}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
     async def info(self) -> dict[str, Any]:
-        """What /server_info says: resolved arguments and state."""
-        found: dict[str, Any] = json.loads(await self._request("/server_info"))
+        """What /server_info says: resolved arguments and state. Raises ServerError."""
+        try:
+            found: dict[str, Any] = json.loads(await self._request("/server_info"))
+        except ValueError as error:
+            raise ServerError(f"{self._url}/server_info is not SGLang's: {error}") from error
         return found
 
     async def start_profile(self, folder: str) -> None:

@@ -11,6 +11,7 @@ import gzip
 import json
 import re
 import statistics
+import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -103,13 +104,20 @@ def read_trace(path: Path) -> Trace:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8") as stream:
             events = json.load(stream)["traceEvents"]
-    except (OSError, EOFError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"trace={str(path)!r} cannot be read ({error}); allowed: what SGLang's profiler "
-            "writes, *.trace.json.gz; trace again"
-        ) from error
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
     found = _RANK.search(path.name)
-    return make_trace(events, int(found.group(1)) if found else 0)
+    try:
+        return make_trace(events, int(found.group(1)) if found else 0)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"trace={str(path)!r} cannot be read ({type(error).__name__}: {error}); allowed: what "
+        "SGLang's profiler writes, *.trace.json.gz; trace again"
+    )
 
 
 def make_trace(events: Sequence[dict[str, Any]], rank: int = 0) -> Trace:

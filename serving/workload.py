@@ -57,11 +57,18 @@ def read_prompts(
         number, per_domain: how many at most; 0 is no limit.
 
     Raises:
-        ValueError: a line is not such an object, or none is left.
+        ValueError: the file cannot be read, a line is not such an object, or none is left.
     """
     wanted, counts = set(domains), dict[str, int]()
     found: list[Prompt] = []
-    for index, line in enumerate(path.read_text(encoding="utf-8").split("\n")):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"prompts={str(path)!r} cannot be read ({error}); allowed: JSON lines with messages; "
+            "check the path"
+        ) from error
+    for index, line in enumerate(text.split("\n")):
         if not line.strip():
             continue
         try:
@@ -124,7 +131,14 @@ class TargetTokenizer:
     def __init__(self, path: str) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except Exception as error:
+            why = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"target={path!r} has no tokenizer that loads ({type(error).__name__}: {why}); "
+                "allowed: a Hugging Face model folder or hub name; check the path"
+            ) from error
 
     def encode(self, messages: Sequence[dict[str, str]]) -> Sequence[int]:
         """Messages and the head of the reply."""

@@ -27,11 +27,12 @@ from splitserve.options import parse_options
 from splitserve.serving_options import (
     MeasureOptions,
     ServerOptions,
+    check_address,
     launch_of,
     prompts_of,
     second_side,
 )
-from splitserve.serving_run import open_server, run_warm, show_table, warm_up, workload_of
+from splitserve.serving_run import open_server, reach, run_warm, show_table, warm_up, workload_of
 from splitserve.serving_sweeps import SweepOptions, sweep_drafts, sweep_sps, sweep_sts
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ def gate(arguments: Sequence[str]) -> int:
             raise UserError("gate", " ".join(words), "two addresses", "gate URL URL target=FOLDER")
         rest += [f"url={words[0]}", f"second_url={words[1]}"]
     options = parse_options(GateOptions, rest, nested=True)
+    check_address("second_url", options.second_url)
     found = _run(_gate(options))
     _finish(options, found)
     return 0 if found["passed"] else 1
@@ -156,10 +158,16 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 def _finish(options: MeasureOptions, found: dict[str, Any]) -> int:
     text = json.dumps(found)
+    # First: a file that cannot be written must not lose what took so long to measure.
+    print(text, flush=True)
     if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(text + "\n")
-    print(text)
+        try:
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.out).write_text(text + "\n")
+        except OSError as error:
+            raise UserError(
+                "out", options.out, "a file that can be written", str(error.strerror)
+            ) from error
     return 0
 
 
@@ -224,12 +232,16 @@ async def _gate(options: GateOptions) -> dict[str, Any]:
         raise UserError(
             "against", "", "a second server", "name an address, or how it differs: against.fold=all"
         )
-    tokenizer = TargetTokenizer(options.target) if options.prompts else None
+    tokenizer = TargetTokenizer(options.target) if options.prompts and options.target else None
     prompts = prompts_of(options, tokenizer)
     work = Workload(prompts, options.answer_tokens)
     sides = [options, second_side(options)]
     if options.second_url:
         sides[1] = replace(sides[1], url=options.second_url)
+    for side in sides:
+        if side.url:
+            # The second is asked only when the first has been measured.
+            await reach(side.url)
     evidence = []
     for name, side in zip(("a", "b"), sides, strict=True):
         # One after the other: each has the GPU for itself.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from serving.facts import Gpu, detect_gpu, read_target
 from serving.launch_spec import Launch, Setting
@@ -14,6 +16,7 @@ from serving.surface import check_surface
 from serving.version import require_sglang
 from serving.workload import Prompt, TargetTokenizer, random_prompts, read_prompts
 from splitserve.errors import UserError, suggest
+from splitserve.target.hub import HUB_NAME
 
 TWO_ENGINES_MEMORY = 0.4
 CONTEXT_MARGIN_TOKENS = 64
@@ -53,6 +56,11 @@ class ServerOptions:
     env: dict[str, Any] = field(default_factory=dict)
     """Environment variables of one's own: env.NAME=VALUE."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("tp", 1), ("ep", 1), ("block_size", 0), ("context_length", 0)):
+            _at_least(name, getattr(self, name), least)
+        check_address("url", self.url)
+
 
 @dataclass(frozen=True)
 class MeasureOptions(ServerOptions):
@@ -82,6 +90,39 @@ class MeasureOptions(ServerOptions):
     out: str = ""
     """JSON file for the figures."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("number", "input_tokens", "output_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("rounds", self.rounds, 2)
+        _at_least("temperature", self.temperature, 0)
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise UserError(
+                "concurrency", self.concurrency, "numbers from 1", "write for example [1,4]"
+            )
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if not least <= value < math.inf:
+        raise UserError(name, value, f"{least} or more", f"correct {name}")
+
+
+def check_address(name: str, url: str) -> None:
+    """Refuse what cannot be a server's address; an empty one is none.
+
+    Raises:
+        UserError: it is no http address.
+    """
+    try:
+        parts = urlsplit(url)
+        good = not url or (parts.scheme in ("http", "https") and bool(parts.hostname))
+        # Reading a port that is no number, or too large, raises.
+        good = good and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise UserError(name, url, "an address", "write for example http://127.0.0.1:30000")
+
 
 def request_of(options: ServerOptions) -> Request:
     """The request that the options stand for.
@@ -101,6 +142,8 @@ def request_of(options: ServerOptions) -> Request:
         )
     if not options.target:
         raise UserError("target", "", "a model folder or hub name", "name it with target=FOLDER")
+    if not Path(options.target).is_dir() and not HUB_NAME.fullmatch(options.target):
+        raise UserError("target", options.target, "a model folder or hub name", "check the path")
     gpu = Gpu(options.gpu) if options.gpu else detect_gpu()[0]
     return Request(
         Profile(options.profile),
@@ -139,7 +182,17 @@ def measuring_launch(options: MeasureOptions, *, longest: int, beside: bool = Fa
     """
     needed = longest + CONTEXT_MARGIN_TOKENS
     # A trace decodes longer than the workload, as far as the target goes.
-    limit = read_target(options.target).text.get("max_position_embeddings") or needed
+    text = read_target(options.target).text
+    limit = text.get("max_position_embeddings") or needed
+    stretched = text.get("rope_scaling") or text.get("rope_parameters")
+    if needed > int(limit) and not options.context_length and not stretched:
+        raise UserError(
+            "input_tokens" if not options.prompts else "output_tokens",
+            options.input_tokens if not options.prompts else options.output_tokens,
+            f"prompt and answer within {int(limit) - CONTEXT_MARGIN_TOKENS} tokens, as the "
+            f"target has {limit} positions; the longest has {longest}",
+            "lower input_tokens or output_tokens, or set context_length",
+        )
     length = options.context_length or max(needed, min(needed + TRACE_TOKENS, int(limit)))
     most = max(options.concurrency)
     values: dict[str, Any] = {
@@ -194,6 +247,8 @@ def prompts_of(options: MeasureOptions, tokenizer: TargetTokenizer | None) -> tu
     if not options.prompts:
         vocabulary = read_target(options.target).text.get("vocab_size") or DEFAULT_VOCABULARY
         return random_prompts(options.number, options.input_tokens, int(vocabulary))
+    if not options.target:
+        raise UserError("target", "", "a model folder or hub name", "its chat template is needed")
     tokenizer = tokenizer or TargetTokenizer(options.target)
     return read_prompts(
         Path(options.prompts),

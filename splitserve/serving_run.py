@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from serving.bench import Run, Workload, drafts_per_round, run_once
-from serving.server import Server
+from serving.server import Server, ServerError
 from serving.session import at, audited, running
 from serving.workload import eos_token_ids
+from splitserve.errors import UserError
 from splitserve.serving_options import MeasureOptions, measuring_launch, prompts_of
 
 
@@ -46,8 +47,9 @@ async def open_server(
     beside: bool = False,
     counters: Path | None = None,
 ) -> Server:
-    """The server at the address, or one started for the measurement."""
+    """The server at the address, or one started for the measurement. Raises ValueError."""
     if options.url:
+        await reach(options.url)
         return await stack.enter_async_context(at(options.url))
     longest = max(len(p.token_ids) for p in work.prompts) + work.max_new_tokens
     launch = measuring_launch(options, longest=longest, beside=beside)
@@ -55,6 +57,24 @@ async def open_server(
         launch = audited(launch, counters)
     print(f"{name}: {launch.line()}", file=sys.stderr, flush=True)
     return await stack.enter_async_context(running(launch, Path(options.folder) / f"{name}.log"))
+
+
+async def reach(url: str) -> None:
+    """See that an SGLang server answers at an address.
+
+    Raises:
+        UserError: none does.
+    """
+    async with at(url) as server:
+        try:
+            await server.info()
+        except ServerError as error:
+            raise UserError(
+                "url",
+                url,
+                f"the address of an SGLang server that runs; {error}",
+                "start it with splitserve serve, or leave url out to have one started",
+            ) from error
 
 
 async def warm_up(server: Server, work: Workload) -> int:

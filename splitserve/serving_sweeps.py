@@ -9,6 +9,7 @@ from typing import Any
 
 from serving.bench import drafts_per_round, run_once
 from serving.sweep import COLLECT, Point, fit_sts, sps_table, sweep_to_dict, write_sps
+from splitserve.errors import UserError
 from splitserve.serving_options import MeasureOptions
 from splitserve.serving_run import open_server, run_warm, show_table, warm_up, workload_of
 
@@ -23,6 +24,11 @@ class SweepOptions(MeasureOptions):
     """Drafts per round; 0 is the target alone."""
     file: str = ""
     """Where sps or sts is written; empty is sps.json or sts.json in the folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.lengths or min(self.lengths) < 0:
+            raise UserError("lengths", self.lengths, "numbers from 0", "write for example [0,3,7]")
 
 
 async def sweep_drafts(options: SweepOptions) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from splitserve.errors import UserError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
@@ -21,7 +21,7 @@ def local_folder(path: str) -> Path:
         ValueError: neither a folder nor in the cache, and the hub gives nothing.
     """
     folder = Path(path).expanduser()
-    if folder.exists() or not _NAME.fullmatch(path):
+    if folder.exists() or not HUB_NAME.fullmatch(path):
         return folder
     from huggingface_hub import snapshot_download
 

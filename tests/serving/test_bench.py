@@ -128,6 +128,8 @@ def test_prompts_are_read_by_domain(tmp_path: Path) -> None:
     assert [p.domain for p in read_prompts(file, encode)] == ["x", "y", "x", "x", "y"]
     assert [p.answer for p in read_prompts(file, encode, domains=["y"])] == ["#### 1", "#### 4"]
     assert len(read_prompts(file, encode, number=2)) == 2
+    with pytest.raises(ValueError, match=r"none\.jsonl' cannot be read .*check the path"):
+        read_prompts(tmp_path / "none.jsonl", encode)
     assert [p.domain for p in read_prompts(file, encode, per_domain=1)] == ["x", "y"]
     with pytest.raises(ValueError, match="has no prompt"):
         read_prompts(file, encode, domains=["z"])

@@ -168,6 +168,8 @@ def test_compact_needs_a_confidence_head_and_a_captured_verify(
     triton = {"attention_backend": "triton"}
     refused("verifies ragged windows eagerly", Request(**compact, **dense, arguments=triton))
     refused("is no file", Request(**compact, **dense, sts_path=str(tmp_path / "none.json")))
+    (tmp_path / "cut.json").write_text("{")
+    refused("is no JSON", Request(**compact, **dense, sps_table=str(tmp_path / "cut.json")))
 
 
 def test_a_broken_weights_file_is_named(tmp_path: Path) -> None:

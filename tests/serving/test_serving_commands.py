@@ -20,12 +20,16 @@ from test_profiles import folder
 from serving.launch_spec import Launch
 from serving.trace import make_trace
 from splitserve import cli, serving_commands, serving_options, serving_run
+from splitserve.options import parse_options
 from splitserve.serving_options import (
     MeasureOptions,
     graph_sizes,
     measuring_launch,
     second_side,
 )
+
+NOBODY = "url=http://127.0.0.1:9"
+"""The port of the discard service, where nobody listens."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +46,14 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def paths(tmp_path: Path) -> list[str]:
     target = folder(tmp_path / "target", {**TARGET, "eos_token_id": 3}, ())
     return [f"target={target}", f"draft={folder(tmp_path / 'draft', DRAFT)}", "gpu=hopper"]
+
+
+def write_trace(folder: Path) -> Path:
+    """A trace file of rank 0."""
+    file = folder / "1-TP-0.trace.json.gz"
+    with gzip.open(file, "wt") as stream:
+        json.dump({"traceEvents": dspark_steps()}, stream)
+    return file
 
 
 class Started:
@@ -107,14 +119,86 @@ def test_a_server_takes_the_place_of_the_command(
         (["bench", "client=sglang"], "one server at url="),
         (["gate", "http://a"], "two addresses"),
         (["sweep", "what=all"], "drafts"),
+        (["serve", "target=/no/folder", "gpu=hopper"], "check the path"),
+        (["serve", "target=a/b", "tp=0"], "tp=0 is not usable; allowed: 1 or more"),
+        (["serve", "target=a/b", "block_size=-1"], "block_size=-1"),
+        (["serve", "target=a/b", "context_length=-1"], "context_length=-1"),
+        (["bench", "url=foo"], "http://127.0.0.1:30000"),
+        (["bench", "url=http://"], "http://127.0.0.1:30000"),
+        (["bench", "url=http://127.0.0.1:99999"], "http://127.0.0.1:30000"),
+        (["bench", NOBODY], "the address of an SGLang server that runs"),
+        (["bench", NOBODY, "prompts=/no/file"], "target=''"),
+        (["bench", NOBODY, "prompts=/no/file", "target=/no/folder"], "no tokenizer that loads"),
+        (["gate", NOBODY, "against.tp=2", "prompts=/no/file"], "target=''"),
+        (["bench", NOBODY, "number=0"], "number=0"),
+        (["bench", NOBODY, "input_tokens=0"], "input_tokens=0"),
+        (["bench", NOBODY, "output_tokens=0"], "output_tokens=0"),
+        (["bench", NOBODY, "temperature=nan"], "temperature=nan"),
+        (["bench", NOBODY, "concurrency=[]"], "concurrency=[]"),
+        (["bench", NOBODY, "concurrency=[0]"], "concurrency=[0]"),
+        (["gate", "http://127.0.0.1:9", "there"], "second_url='there'"),
+        (["audit", NOBODY], "the address of an SGLang server that runs"),
+        (["census", NOBODY], "the address of an SGLang server that runs"),
+        (["sweep", NOBODY, "what=drafts", "lengths=[]"], "lengths=[]"),
+        (["sweep", NOBODY, "what=drafts", "lengths=[-1]"], "lengths=[-1]"),
     ],
 )
 def test_bad_input_is_one_line(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert text in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_workload_beyond_the_targets_positions_is_refused(paths: list[str]) -> None:
+    folder = Path(paths[0].partition("=")[2])
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 1000
+    (folder / "config.json").write_text(json.dumps(config))
+    options = parse_options(MeasureOptions, [*paths, "profile=dspark_static"], nested=True)
+    with pytest.raises(ValueError, match=r"input_tokens=8192 .*within 936 tokens") as caught:
+        measuring_launch(options, longest=937)
+    assert "1000 positions" in str(caught.value)
+    measuring_launch(options, longest=936)
+
+
+def test_figures_outlive_a_file_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("")
+    trace = write_trace(tmp_path)
+    out = tmp_path / "taken" / "out.json"
+    assert cli.main(["census", f"traces=[{trace}]", f"folder={tmp_path}", f"out={out}"]) == 2
+    captured = capsys.readouterr()
+    assert "profiled_step_ms" in json.loads(captured.out.strip().splitlines()[-1])
+    assert f"out='{out}' is not usable" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", b"{"),
+        ("a.json", b"\xff\xfe"),
+        ("a.json", b'{"traceEvents": 5}'),
+        ("a.json", b'{"traceEvents": [5]}'),
+        ("a.json", b'{"traceEvents": [{"ph": "X"}]}'),
+        ("a.json.gz", b"xx"),
+        ("a.json.gz", b"\x1f\x8b\x08\0\0\0\0\0\0\xff\xff\xff"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_one_line(
+    name: str, content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert cli.main(["census", f"traces=[{tmp_path / name}]"]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}' cannot be read" in error and len(error.strip().splitlines()) == 1
 
 
 def test_bench_measures_each_concurrency(
@@ -189,9 +273,7 @@ def test_the_audit_reads_its_own_counters(
 
 
 def test_the_census_of_trace_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "1-TP-0.trace.json.gz"
-    with gzip.open(file, "wt") as stream:
-        json.dump({"traceEvents": dspark_steps()}, stream)
+    file = write_trace(tmp_path)
     assert cli.main(["census", f"traces=[{file}]", "picture=c.svg"]) == 0
     found = last(capsys)
     assert found["profiled_step_ms"] == pytest.approx(0.3)
