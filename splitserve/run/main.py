@@ -14,7 +14,7 @@ from dspark.checkpoint import verify_export
 from serving.launch import launch_command
 from serving.version import require_sglang
 from splitserve.compose import compose, compose_resumed, recipe_label, split_overrides, to_yaml
-from splitserve.errors import RunFailed
+from splitserve.errors import RunFailed, UserError
 from splitserve.run.coordinator import Coordinator, CoordinatorOptions, Outcome
 from splitserve.run.display import Display, duration
 from splitserve.run.engines import Engines
@@ -45,6 +45,7 @@ def train(arguments: Sequence[str]) -> int:
         if settings.engine.kind == "sglang":
             require_sglang()
         console.print(f"run folder: {folder.path}", highlight=False)
+        check_checkpoint(settings, folder)
         plan = make_plan(settings, tell=lambda line: console.print(line, highlight=False))
     except (ValueError, KeyboardInterrupt):
         folder.discard()
@@ -81,6 +82,32 @@ def open_run(arguments: Sequence[str]) -> tuple[RunSettings, RunFolder]:
         return compose_resumed(folder.config, overrides), folder
     settings = compose(arguments)
     return settings, RunFolder.create(settings.run_dir, label, resume=False)
+
+
+def check_checkpoint(settings: RunSettings, folder: RunFolder) -> None:
+    """Refuse to go on from a checkpoint that the settings do not fit.
+
+    Raises:
+        UserError: it is of another number of ranks, or beyond the last step.
+    """
+    last = folder.last_checkpoint() if settings.resume else None
+    if last is None:
+        return
+    meta = read_meta(last)
+    if meta["world_size"] != settings.num_ranks:
+        raise UserError(
+            "layout.train" if settings.layout.on_gpu else "layout.train_ranks",
+            settings.num_ranks,
+            f"{meta['world_size']} ranks, as {last} was written with",
+            "set it back, or start a new run without resume=true",
+        )
+    if settings.train.steps < meta["step"]:
+        raise UserError(
+            "train.steps",
+            settings.train.steps,
+            f"{meta['step']} or more, which {last} has behind it",
+            "raise it, or write that draft with splitserve export checkpoint=last",
+        )
 
 
 def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console) -> Outcome:
