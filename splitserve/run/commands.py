@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,8 +68,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """
     options = parse_options(EvalOptions, arguments)
     console = Console()
-    if options.temperature < 0.0:
-        raise UserError("temperature", options.temperature, "0 or more", "0 is greedy")
+    _check_eval(options)
     spec, draft = _eval_spec(options)
     if options.num_prompts:
         spec = replace(spec, prompts=spec.prompts[: options.num_prompts])
@@ -88,6 +88,27 @@ def evaluate(arguments: Sequence[str]) -> int:
     console.print(accept_table(None, report))
     console.print(settings_line(report), soft_wrap=True)
     return 0
+
+
+def _check_eval(options: EvalOptions) -> None:
+    if not 0.0 <= options.temperature < math.inf:
+        raise UserError("temperature", options.temperature, "0 or more", "0 is greedy")
+    if options.lossless and options.temperature > 0.0:
+        raise UserError(
+            "temperature", options.temperature, "0 with lossless=true", "leave one of them out"
+        )
+    for name in ("num_prompts", "max_new_tokens"):
+        if getattr(options, name) < 0:
+            raise UserError(name, getattr(options, name), "0 or more", f"leave {name} out")
+    for name in ("target", "prompts"):
+        # A run is measured with its own; taking no notice would give a figure for another pair.
+        if getattr(options, name) and (options.run or not options.draft):
+            raise UserError(
+                name,
+                getattr(options, name),
+                "nothing, but with draft=FOLDER and without run=",
+                f"leave {name} out, or name the draft's folder with draft= and leave run= out",
+            )
 
 
 def _eval_spec(options: EvalOptions) -> tuple[EvaluatorSpec, str]:
