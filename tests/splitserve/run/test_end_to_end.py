@@ -61,8 +61,9 @@ def status(pid: int) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run of four steps on two ranks, to its end."""
-    run = Run(tiny_recipe, tmp_path_factory.mktemp("runs") / "whole", ["layout.train_ranks=2"])
+    """One run of four steps on two ranks and two engines, to its end."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run = Run(tiny_recipe, folder, ["layout.train_ranks=2", "layout.engines=2"])
     code, output = run.end()
     assert code == 0, output
     run.output = output
@@ -81,7 +82,8 @@ def test_a_run_leaves_what_it_promises(finished: Run) -> None:
     assert [row["step"] for row in metrics(finished, "eval")] == [0, 2, 4]
     assert len(metrics(finished, "finished")) == 1
     logs = {p.stem for p in (finished.folder / "logs").iterdir()}
-    assert {"engine", "evaluator", "trainer-0", "trainer-1"} <= logs
+    assert {"engine-0", "engine-1", "evaluator", "trainer-0", "trainer-1"} <= logs
+    assert len(metrics(finished, "engine_ready")) == 2
     responses = (finished.folder / "responses.jsonl").read_text().splitlines()
     names = [json.loads(line)["sample_id"] for line in responses]
     assert len(names) == len(set(names)) == 16, "4 steps of 4 samples, each answered once"
@@ -212,15 +214,6 @@ def whole_recipe(run: Run) -> Path:
     return Path(
         next(a for a in run.process.args if a.startswith("recipe=")).removeprefix("recipe=")
     )
-
-
-def test_two_engines_share_the_samples(start_run: Start) -> None:
-    run = start_run("engines", "layout.engines=2", "engine.max_in_flight=4")
-    code, output = run.end()
-    assert code == 0, output
-    assert len(metrics(run, "engine_ready")) == 2
-    assert {p.stem for p in (run.folder / "logs").iterdir()} >= {"engine-0", "engine-1"}
-    assert len((run.folder / "responses.jsonl").read_text().splitlines()) == 16
 
 
 def test_early_stop_ends_training_and_measures_what_there_is(start_run: Start) -> None:
