@@ -121,15 +121,26 @@ class TargetModel:
 
 def _load(folder: str | Path, dtype: torch.dtype) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0][:300]
         raise ValueError(
             f"target: transformers cannot load {str(folder)!r} ({why}); allowed: a model that it "
             "knows; measure such a target in the serving engine"
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        # transformers has drawn them at random: what is measured would mean nothing.
+        raise ValueError(
+            f"target: {str(folder)!r} lacks {len(missing)} weights, {missing[0]} for one; allowed: "
+            "every weight that its config.json asks for; complete the folder"
+        )
+    return model
 
 
 def refuse_other_attention(config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,17 @@ def test_a_model_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bailing_hybrid.*allowed:.*the serving engine") as caught:
         TargetModel(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("num_hidden_layers", 9, "lacks .* weights"), ("vocab_size", 7, "cannot load")],
+)
+def test_weights_of_another_config_are_refused(
+    tmp_path: Path, field: str, value: int, message: str
+) -> None:
+    folder = make_target(tmp_path)
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(ValueError, match=message):
+        TargetModel(folder, ())
