@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +118,7 @@ def make_plan(
         settings.target.dtype,
         num_shards=placement.tp_size,
     )
-    _check_ring(settings, layout)
+    check_ring(settings, layout)
     memory = needs(
         settings, placement, target.config, target.path, draft, layout.slot_bytes(1000) // 1000
     )
@@ -170,8 +171,11 @@ def draft_config(settings: RunSettings, target: TargetInfo, mask_token_id: int) 
     )
 
 
-def _check_ring(settings: RunSettings, layout: RingLayout) -> None:
-    """Two whole batches must fit side by side, or the run could wait for itself."""
+def check_ring(settings: RunSettings, layout: RingLayout) -> None:
+    """Two whole batches must fit side by side, or the run could wait for itself.
+
+    On GPUs `check_memory` counts the ring with the rest.
+    """
     needed = 2 * settings.train.global_batch_size * layout.slot_bytes(settings.data.max_tokens)
     if settings.layout.ring_bytes < needed:
         raise UserError(
@@ -179,6 +183,16 @@ def _check_ring(settings: RunSettings, layout: RingLayout) -> None:
             settings.layout.ring_bytes,
             f"{needed} or more, two batches of data.max_tokens={settings.data.max_tokens}",
             "raise layout.ring_bytes, or lower data.max_tokens or train.global_batch_size",
+        )
+    if settings.layout.on_gpu:
+        return
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // settings.layout.engines
+    if settings.layout.ring_bytes > most:
+        raise UserError(
+            "layout.ring_bytes",
+            settings.layout.ring_bytes,
+            f"{most} or less, this machine's memory by layout.engines={settings.layout.engines}",
+            "lower layout.ring_bytes",
         )
 
 
