@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-from benchmarks.data_pipeline import tree_memory, write_rows
+from benchmarks.data_pipeline import write_rows
+from benchmarks.parts import run_part
 
 MODULE = "benchmarks.conversations"
 BATCH = 256
@@ -43,30 +42,6 @@ def write_token_rows(path: Path, count: int) -> None:
             ids = pool[first : first + sum(sizes)]
             mask = [k % 2 for k, size in enumerate(sizes) for _ in range(size)]
             file.write(f'{{"id": "{number}", "input_ids": {ids}, "loss_mask": {mask}}}\n')
-
-
-def run_part(name: str, *arguments: str) -> dict[str, float]:
-    """One part in a process of its own, with its peak memory."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, "--part", name, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    peak = 0
-
-    def watch() -> None:
-        nonlocal peak
-        while process.poll() is None:
-            peak = max(peak, tree_memory(process.pid, "Anonymous:"))
-            time.sleep(0.2)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    output, _ = process.communicate()
-    watcher.join()
-    if process.returncode:
-        raise SystemExit(f"part {name} failed with {process.returncode}")
-    return {**json.loads(output.splitlines()[-1]), "peak_memory_gb": peak / 1e9}
 
 
 def part(options: argparse.Namespace) -> dict[str, float]:
@@ -165,7 +140,7 @@ def main() -> int:
             given = ("--target", options.target, "--workers", str(options.workers))
             given = (*given, "--rows", str(rows), "--folder", f"{folder}/cache")
             for name in ("prepare", "feed"):
-                found = run_part(name, *given)
+                found = run_part(MODULE, name, *given, kind="Anonymous:", every_seconds=0.2)
                 figures |= {f"{name}_{key}_of_{count}": value for key, value in found.items()}
     sizes = " ".join(map(str, options.num_rows))
     command = (

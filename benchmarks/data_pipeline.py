@@ -21,14 +21,14 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.parts import run_part
 
 TEXT = """the river runs past an old mill and under two bridges before it meets another one near
 a small town where people sell bread fish and paper every Monday morning at seven"""
@@ -57,59 +57,10 @@ def write_rows(path: Path, count: int) -> None:
             file.write(json.dumps(synthetic_row(number)) + "\n")
 
 
-def tree_memory(root: int, kind: str = "Pss:") -> int:
-    """Bytes held by a process and all below it, by a line of smaps_rollup.
-
-    Pages that several share count once in `Pss:`, those of the page cache not in `Anonymous:`.
-    """
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    total, queue = 0, [root]
-    while queue:
-        pid = queue.pop()
-        queue += children.get(pid, [])
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
-    return total
-
-
 def processor_seconds() -> float:
     """Of this process and of those below it that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def run_part(name: str, *arguments: str) -> dict[str, float]:
-    """One part in a process of its own, with its peak memory."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, "--part", name, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    peak = 0
-
-    def watch() -> None:
-        nonlocal peak
-        while process.poll() is None:
-            peak = max(peak, tree_memory(process.pid))
-            time.sleep(0.5)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    output, _ = process.communicate()
-    watcher.join()
-    if process.returncode:
-        raise SystemExit(f"part {name} failed with {process.returncode}")
-    return {**json.loads(output.splitlines()[-1]), "peak_memory_gb": peak / 1e9}
 
 
 def part_pipeline(options: argparse.Namespace) -> dict[str, float]:
@@ -231,7 +182,7 @@ def main() -> int:
     if options.mask_only:
         path = (options.out or RESULTS) / "data_pipeline.json"
         record = json.loads(path.read_text())
-        mask = run_part("mask", "--target", options.target)
+        mask = run_part(MODULE, "mask", "--target", options.target)
         del mask["peak_memory_gb"]
         command = f"{record['command']}; then with --mask-only"
         figures = {**record["figures"], **mask}
@@ -243,9 +194,9 @@ def main() -> int:
         write_rows(rows, options.num_rows)
         size = rows.stat().st_size
         given = (*common, "--rows", str(rows))
-        mask = run_part("mask", *common)
-        pipeline = run_part("pipeline", *given, "--folder", f"{folder}/store")
-        mapped = run_part("map", *given, "--folder", f"{folder}/map")
+        mask = run_part(MODULE, "mask", *common)
+        pipeline = run_part(MODULE, "pipeline", *given, "--folder", f"{folder}/store")
+        mapped = run_part(MODULE, "map", *given, "--folder", f"{folder}/map")
     del mask["peak_memory_gb"]
     figures = {
         "rows_per_s": pipeline["rows"] / pipeline["seconds"],

@@ -22,6 +22,7 @@ from typing import Any
 from serving.host import LINE_LIMIT_BYTES, Engine, answer_from_result, launch_to_line
 from serving.launch_spec import Launch, Setting
 from serving.measure import Answer, Ask, Stream, record_stream
+from serving.ports import free_port
 
 Server = Engine
 """What every measurement asks of a server."""
@@ -264,10 +265,3 @@ class HttpServer:
     async def close(self) -> None:
         """Let go of the threads; the server runs on."""
         self._threads.shutdown(wait=False)
-
-
-def free_port() -> int:
-    """A port that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
+from serving.ports import free_port
 from splitserve.engine.base import EngineSpec
 from splitserve.engine.draft_loader import LOADER
 from splitserve.engine.plugin import ENVIRONMENT, CaptureConfig
@@ -38,7 +38,7 @@ def engine_arguments(spec: EngineSpec, architecture: str) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "sleep_on_idle": True,
-        "port": spec.port or _free_port(),
+        "port": spec.port or free_port(),
         "log_level": "warning",
     }
     return arguments | _capture_arguments(spec, architecture) | _device_arguments(spec)
@@ -107,9 +107,3 @@ def environment(spec: EngineSpec, probe: RingAddress, control_path: str) -> dict
     if spec.device == "cpu":
         variables["OMP_NUM_THREADS"] = str(spec.num_threads or len(os.sched_getaffinity(0)))
     return variables
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -42,13 +42,13 @@ def members(group: int) -> list[int]:
     return [pid for pid, _, other in living() if other == group]
 
 
-def descendants() -> list[int]:
-    """Ids of all living processes that this one or a child of it has started."""
+def descendants(root: int | None = None) -> list[int]:
+    """Ids of all living processes below `root`, which is this one by default."""
     children: dict[int, list[int]] = {}
     for pid, parent, _ in living():
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
-    queue = [os.getpid()]
+    queue = [os.getpid() if root is None else root]
     while queue:
         below = children.get(queue.pop(), [])
         found += below

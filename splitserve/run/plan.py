@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark.config import DraftConfig
+from serving.ports import port_is_free
 from splitserve.data.mask_token import choose_mask_token
 from splitserve.data.refusal import RowRefused
 from splitserve.data.samples import Sample, make_sample
@@ -18,7 +19,6 @@ from splitserve.run.data import RunData, Tell, find_sources, gather
 from splitserve.run.entry import Entry
 from splitserve.run.gpus import Placement, place
 from splitserve.run.memory import GpuNeeds, check_memory, needs
-from splitserve.run.process import port_is_free
 from splitserve.settings import RunSettings
 from splitserve.target.info import check_device, check_warm_start, check_weights
 from splitserve.target.prepare import TargetInfo, capturable_layers, prepare_target

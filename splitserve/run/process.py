@@ -147,21 +147,3 @@ def stop_all(children: list[ChildProcess], grace_seconds: float) -> None:
         time.sleep(0.05)
     for child in children:
         child.close()
-
-
-def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def port_is_free(port: int) -> bool:
-    """Whether that TCP port of the loopback interface can be listened on."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True

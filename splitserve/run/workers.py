@@ -12,12 +12,13 @@ from dspark.checkpoint import save_draft
 from dspark.config import DraftConfig
 from dspark.initial import initial_draft
 from dspark.model import DSparkDraft
+from serving.ports import free_port
 from splitserve.engine.base import EngineSpec
 from splitserve.run.coordinator import log_path
 from splitserve.run.folder import RunFolder
 from splitserve.run.memory import memory_fraction
 from splitserve.run.plan import Plan, evaluator_spec, longest_request
-from splitserve.run.process import ChildProcess, free_port
+from splitserve.run.process import ChildProcess
 from splitserve.settings import RunSettings
 from splitserve.train.checkpoint import read_meta
 from splitserve.train.spec import TrainerSpec

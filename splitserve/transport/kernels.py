@@ -14,10 +14,10 @@ from splitserve.transport.layout import (
     FIRST_WRITER_WORD,
     FLAG_POSITIONS,
     HEADER_WORDS,
+    NUM_SUMS,
     SEAL_FACTORS,
 )
 
-NUM_SUMS = 3
 META_WORDS = 8
 """Of a sample: first row in the batch, rows, first row in the sample, slot index, stamp, rows in
 all, flags, whether it starts over."""

@@ -35,6 +35,9 @@ _HEADER = struct.Struct("<8q")
 _OWNER = struct.Struct("<2q")
 assert _HEADER.size == HEADER_BYTES, _HEADER.size
 
+NUM_SUMS = 3
+"""Of a writer: rows that are not finite, rows at wrong positions, token checksum."""
+
 _STAMP = 0x5350 << 48
 _MASK = 2**64 - 1
 SEAL_FACTORS = (

@@ -23,14 +23,12 @@ from splitserve.transport.layout import (
     FLAG_GAP,
     FLAG_POSITIONS,
     FLAG_WIDTH,
+    NUM_SUMS,
     SEAL_FACTORS,
     RingAddress,
     checksum_terms,
     stamp_of,
 )
-
-NUM_SUMS = 3
-"""Rows that are not finite, rows at wrong positions, token checksum."""
 
 
 class BatchRows(NamedTuple):
@@ -215,7 +213,7 @@ class RingWriter(Attached):
 
         device = features.device
         if self._totals is None:
-            shape = (self._memory.num_slots, kernels.NUM_SUMS)
+            shape = (self._memory.num_slots, NUM_SUMS)
             self._totals = torch.zeros(shape, dtype=torch.int64, device=device)
         meta = _upload(torch.tensor(self._meta(batch)), device)
         kernels.publish(
