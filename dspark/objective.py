@@ -6,7 +6,7 @@ r Markov rank, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +29,15 @@ __all__ = [
 ]
 
 
-@dataclass
-class ObjectiveResult:
+class ObjectiveResult(NamedTuple):
     """What one micro-batch gave.
 
     `loss` is differentiable and already multiplied by the scales; `metrics` are detached sums over
     the micro-batch: scalars, or one number per block position.
+
+    A tuple, because DeepSpeed looks for the loss in tuples, lists and dicts alone. From an output
+    in which it finds none, its BF16_Optimizer (0.19.8) adds the gradients of a window's earlier
+    micro-batches again with every later one.
     """
 
     loss: torch.Tensor

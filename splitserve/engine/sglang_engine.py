@@ -236,9 +236,12 @@ class SGLangEngine:
         from sglang.srt.utils import MultiprocessingSerializer
 
         manager = self._engine.tokenizer_manager
-        payload = MultiprocessingSerializer.serialize([(draft_tag(step, folder), torch.zeros(1))])
+        tagged = [(draft_tag(step, folder), torch.zeros(1))]
         weights = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self.spec.tp_size,
+            # One for each rank: a tensor's memory can be fetched once only.
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(tagged) for _ in range(self.spec.tp_size)
+            ],
             load_format=LOADER,
             # The cache is the target's, and old drafts' entries end with their requests.
             flush_cache=False,
