@@ -27,6 +27,15 @@ def draft_tag(step: int, folder: str) -> str:
     return _SEPARATOR.join(["splitserve-draft", str(step), folder])
 
 
+def update_messages(step: int, folder: str, num_ranks: int) -> list[bytes]:
+    """What SGLang is handed for an update, one for each tensor-parallel rank."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    tagged = [(draft_tag(step, folder), torch.zeros(1))]
+    # Not the same one for all: the first rank to read a tensor takes its memory along.
+    return [MultiprocessingSerializer.serialize(tagged) for _ in range(num_ranks)]
+
+
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load the draft that the one tensor's name asks for into SGLang's draft model."""
     _, step, folder = named_tensors[0][0].split(_SEPARATOR, 2)

@@ -31,7 +31,7 @@ from splitserve.engine.arguments import (
 from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink, make_probe_ring
 from splitserve.engine.control import ControlBlock
 from splitserve.engine.cpu_sampling import generate_rid
-from splitserve.engine.draft_loader import LOADER, draft_tag
+from splitserve.engine.draft_loader import LOADER, update_messages
 from splitserve.engine.plugin import teach_rid
 from splitserve.engine.plugin_check import check_plugin
 from splitserve.engine.processes import kill_descendants
@@ -233,15 +233,10 @@ class SGLangEngine:
             PauseGenerationReqInput,
             UpdateWeightsFromTensorReqInput,
         )
-        from sglang.srt.utils import MultiprocessingSerializer
 
         manager = self._engine.tokenizer_manager
-        tagged = [(draft_tag(step, folder), torch.zeros(1))]
         weights = UpdateWeightsFromTensorReqInput(
-            # One for each rank: a tensor's memory can be fetched once only.
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(tagged) for _ in range(self.spec.tp_size)
-            ],
+            serialized_named_tensors=update_messages(step, folder, self.spec.tp_size),
             load_format=LOADER,
             # The cache is the target's, and old drafts' entries end with their requests.
             flush_cache=False,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from splitserve.engine import renorm
 from splitserve.engine.arguments import engine_arguments, graph_batch_sizes
 from splitserve.engine.control import ControlBlock, DraftSource
-from splitserve.engine.draft_loader import draft_tag, load_draft
+from splitserve.engine.draft_loader import draft_tag, load_draft, update_messages
 from splitserve.engine.speculative import ProposalRecorder, keep_last_states, proposal_rid
 from splitserve.transport.ring import RingOwner
 
@@ -73,6 +73,13 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_tag_survives_a_folder_with_the_separator() -> None:
     assert draft_tag(12, "/a|b/c").split("|", 2)[1:] == ["12", "/a|b/c"]
+
+
+def test_every_rank_can_read_its_message() -> None:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    read = [MultiprocessingSerializer.deserialize(m) for m in update_messages(3, "/a", 3)]
+    assert [name for ((name, _),) in read] == [draft_tag(3, "/a")] * 3
 
 
 def test_the_control_block_is_seen_by_whoever_attaches() -> None:
