@@ -90,19 +90,47 @@ def embedded(run: Path) -> dict[str, Any]:
 
 
 def loop_figures(run: Path) -> dict[str, float]:
-    """What the run itself measured: accept lengths by step, who waited, rates, updates."""
-    figures = run_figures(run)
+    """What the finished run itself measured: accept lengths by step, who waited, rates, updates."""
+    figures = run_figures(run) | accept_curve(run) | pace_figures(run)
+    busy = figures["trainer_step_seconds"] + figures["trainer_wait_seconds"]
+    figures["trainer_wait_fraction"] = figures["trainer_wait_seconds"] / busy
+    figures["engine_idle_fraction"] = figures["engine_idle_seconds"] / figures["engine_up_seconds"]
+    return figures
+
+
+def accept_curve(run: Path) -> dict[str, float]:
+    """The accept lengths measured on the way."""
+    return {
+        f"accept_length_step_{row['step']}": row["report"]["reports"][0]["domains"]["all"][
+            "accept_length"
+        ]
+        for row in read_json_lines(run / EVALS_NAME)
+        if not row["report"]["full"]
+    }
+
+
+def pace_figures(run: Path) -> dict[str, float]:
+    """Rates, shares of waiting, updates and memory, also of a run that was stopped.
+
+    Means over the logged intervals but the first quarter, in which the target starts, the trainers
+    compile and the first batch is waited for.
+    """
     rows = list(read_json_lines(run / METRICS_NAME))
     train = [row for row in rows if row["kind"] == "train"]
-    finished = [row for row in rows if row["kind"] == "finished"][-1]
-    for row in read_json_lines(run / EVALS_NAME):
-        if not row["report"]["full"]:
-            report = row["report"]["reports"][0]
-            length = report["domains"]["all"]["accept_length"]
-            figures[f"accept_length_step_{row['step']}"] = length
-    reports = [
-        report for row in read_json_lines(run / EVALS_NAME) for report in row["report"]["reports"]
-    ]
+    if len(train) < 4:
+        raise ValueError(f"--run={run}: {len(train)} logged intervals; let it go on to four")
+    settled = train[len(train) // 4 :]
+    first, last = settled[0], settled[-1]
+    batch = compose_resumed(run / CONFIG_NAME, []).train.global_batch_size
+    seconds = last["elapsed_seconds"] - first["elapsed_seconds"]
+    figures = {"samples_per_second": batch * (last["step"] - first["step"]) / seconds}
+    means = ("trainer_wait_fraction", "engine_idle_fraction", "ring_fill")
+    for name in (*means, "target_tokens_per_second", "answers_per_second"):
+        figures[name] = statistics.fmean(row[name] for row in settled)
+    figures["trainer_peak_memory_gb"] = last["trainer_peak_memory_gb"]
+    for name in (name for name in last if name.startswith("gpu_")):
+        figures[name] = max(row[name] for row in train)
+    reports = [r for row in read_json_lines(run / EVALS_NAME) for r in row["report"]["reports"]]
     updates = [r["timings"]["hot_update_seconds"] for r in reports if "timings" in r]
     figures["hot_update_seconds"] = statistics.median(updates)
     figures["hot_updates_from_device"] = sum(
@@ -111,23 +139,6 @@ def loop_figures(run: Path) -> dict[str, float]:
     figures["largest_proposal_margin_logits"] = max(
         r["settings"].get("proposal_margin", 0.0) for r in reports
     )
-    busy = finished["trainer_step_seconds"] + finished["trainer_wait_seconds"]
-    figures["trainer_wait_fraction"] = finished["trainer_wait_seconds"] / busy
-    figures["engine_idle_fraction"] = (
-        finished["engine_idle_seconds"] / finished["engine_up_seconds"]
-    )
-    last = train[-1]
-    for name in (
-        "samples_per_second",
-        "target_tokens_per_second",
-        "answers_per_second",
-        "ring_fill",
-        "trainer_peak_memory_gb",
-    ):
-        if name in last:
-            figures[name] = last[name]
-    used = [name for name in last if name.startswith("gpu_")]
-    figures |= {name: max(row[name] for row in train) for name in used}
     return figures
 
 

@@ -249,8 +249,8 @@ async def each(options: MeasureOptions, rounds: int, names: Sequence[str]) -> di
     return figures
 
 
-def measure(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """Figures of the parts, and what failed by part."""
+def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], None]) -> bool:
+    """Measure the parts; `record` is given all figures after each. Whether every part succeeded."""
     options = base_options(given)
     works: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
         "pair": lambda: pair(options, given.rounds),
@@ -260,15 +260,17 @@ def measure(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         "each": lambda: each(options, given.rounds, given.only),
     }
     figures: dict[str, Any] = {}
-    failed: dict[str, str] = {}
+    succeeded = True
     for part in given.parts:
         try:
             figures |= asyncio.run(_awaited(works[part]))
         except (ServerError, ValueError) as error:
             # The other parts are still worth their time; the exit code says that one failed.
-            failed[part] = str(error)
+            figures[f"failed_{part}"] = str(error)
+            succeeded = False
             print(f"{part} failed: {error}", file=sys.stderr, flush=True)
-    return figures, failed
+        record(figures)
+    return succeeded
 
 
 async def _awaited(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -296,11 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     earlier: dict[str, Any] = {}
     for path in given.add:
         earlier |= json.loads(path.read_text())["figures"]
-    figures, failed = measure(given)
-    if figures or earlier:
-        note = {f"failed_{part}": why for part, why in failed.items()}
-        write_record(f"serving_{given.model}", {**earlier, **figures, **note}, folder=given.folder)
-    return 1 if failed else 0
+
+    def record(figures: dict[str, Any]) -> None:
+        write_record(f"serving_{given.model}", {**earlier, **figures}, folder=given.folder)
+
+    return 0 if measure(given, record) else 1
 
 
 if __name__ == "__main__":

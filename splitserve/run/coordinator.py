@@ -160,6 +160,10 @@ class Coordinator:
             busy_share=self._busy_share(),
             engine_up=self._engines.ready,
         )
+        counters = self._feeder.counters
+        self._progress.count(
+            answers=counters.generated, tokens=counters.generated_tokens + counters.taught_tokens
+        )
         if self._signals and self._stop_at is None:
             self._begin_to_stop()
             self._display.note("stopping: the trainers finish their step and save (again: at once)")
@@ -242,17 +246,10 @@ class Coordinator:
             raise AssertionError(f"{child.name} sent {message!r}")
 
     def _rates(self) -> dict[str, float]:
-        """Who waits for whom, and what flows, since the run began."""
+        """Who waits for whom, and what flows, lately."""
         counters, ring = self._feeder.counters, self._feeder.ring
-        up = max(1e-9, self._progress.engine_up_seconds)
-        samples = self._feeder.schedule.global_batch_size * (
-            self._progress.step - self._progress.first_step
-        )
         return {
-            **self._progress.rates(),
-            "samples_per_second": samples / max(1e-9, self._progress.training_seconds()),
-            "target_tokens_per_second": (counters.generated_tokens + counters.taught_tokens) / up,
-            "answers_per_second": counters.generated / up,
+            **self._progress.rates(self._feeder.schedule.global_batch_size),
             "ring_fill": ring.used_bytes / ring.capacity_bytes,
             **counters.take_draft_age(),
             **self._options.machine(),

@@ -157,10 +157,8 @@ class Display:
     @staticmethod
     def _flow(feeder: Feeder, progress: Progress) -> str:
         counters = feeder.counters
-        up = max(1e-9, progress.engine_up_seconds - progress.engine_idle_seconds)
-        rate = (counters.generated_tokens + counters.taught_tokens) / up
         dropped = sum(counters.dropped.values())
         return (
             f"answers {counters.generated}  taught {counters.taught}/{feeder.num_samples}  "
-            f"dropped {dropped}  {rate:.0f} tokens/s"
+            f"dropped {dropped}  {progress.tokens_per_second():.0f} tokens/s"
         )

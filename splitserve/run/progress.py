@@ -10,6 +10,23 @@ from typing import Any
 from splitserve.messages import StepDone, TrainerReady
 
 RECENT_STEPS = 20
+WINDOW_SECONDS = 60.0
+"""What is said of a run's pace holds for about that long: its start is not its pace."""
+MARK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters and clocks of a run up to a moment. Times in seconds."""
+
+    at: float
+    step: int = 0
+    engine_up_seconds: float = 0.0
+    engine_idle_seconds: float = 0.0
+    trainer_wait_seconds: float = 0.0
+    trainer_step_seconds: float = 0.0
+    answers: int = 0
+    tokens: int = 0
 
 
 @dataclass
@@ -33,9 +50,13 @@ class Progress:
     trainer_wait_seconds: float = 0.0
     """For all batches but the first."""
     trainer_step_seconds: float = 0.0
-    _ready_at: float | None = None
+    answers: int = 0
+    tokens: int = 0
+    """Generated and taught by the target."""
     _last_tick: float = field(default_factory=time.monotonic)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _marks: deque[Totals] = field(default_factory=deque)
+    """The latest about `WINDOW_SECONDS`, the oldest first."""
 
     def tick(self, *, busy_share: float, engine_up: bool) -> None:
         """Account for the time since the last call; `busy_share` of the engines had work."""
@@ -49,7 +70,8 @@ class Progress:
         """A rank is about to ask for its first batch."""
         self.first_step = self.step = message.next_step
         self.num_parameters = message.num_parameters
-        self._ready_at = time.monotonic()
+        # Steps of an earlier run are not this one's pace.
+        self._marks.clear()
 
     def step_done(self, message: StepDone) -> None:
         """Take rank 0's word for the pace; the ranks move together."""
@@ -73,26 +95,62 @@ class Progress:
             return None
         return (self.num_steps - self.step) * sum(self._recent) / len(self._recent)
 
-    def training_seconds(self) -> float:
-        """Since the trainers were ready."""
-        return 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+    def count(self, *, answers: int, tokens: int) -> None:
+        """Take the target's counters, and remember them for the pace."""
+        self.answers, self.tokens = answers, tokens
+        now = self._totals()
+        if self._marks and now.at - self._marks[-1].at < MARK_SECONDS:
+            return
+        self._marks.append(now)
+        while len(self._marks) > 1 and now.at - self._marks[1].at >= WINDOW_SECONDS:
+            self._marks.popleft()
 
     def trainer_wait_fraction(self) -> float:
-        """Share of the trainers' time since the first batch that was spent waiting for data."""
-        total = self.trainer_wait_seconds + self.trainer_step_seconds
-        return self.trainer_wait_seconds / total if total else 0.0
+        """Share of the trainers' time that was spent waiting for data, but for the first batch."""
+        old, new = self._window()
+        wait = new.trainer_wait_seconds - old.trainer_wait_seconds
+        total = wait + new.trainer_step_seconds - old.trainer_step_seconds
+        return wait / total if total else 0.0
 
     def engine_idle_fraction(self) -> float:
         """Share of the engine's time, from ready to released, without any request."""
-        return self.engine_idle_seconds / self.engine_up_seconds if self.engine_up_seconds else 0.0
+        old, new = self._window()
+        up = new.engine_up_seconds - old.engine_up_seconds
+        return (new.engine_idle_seconds - old.engine_idle_seconds) / up if up else 0.0
 
-    def rates(self) -> dict[str, float]:
-        """For the metrics file."""
+    def rates(self, global_batch_size: int) -> dict[str, float]:
+        """The pace, for the metrics file."""
+        old, new = self._window()
+        seconds = max(1e-9, new.at - old.at)
         return {
             "elapsed_seconds": self.elapsed_seconds,
             "trainer_wait_fraction": self.trainer_wait_fraction(),
             "engine_idle_fraction": self.engine_idle_fraction(),
+            "samples_per_second": global_batch_size * (new.step - old.step) / seconds,
+            "target_tokens_per_second": (new.tokens - old.tokens) / seconds,
+            "answers_per_second": (new.answers - old.answers) / seconds,
         }
+
+    def tokens_per_second(self) -> float:
+        """The target's."""
+        old, new = self._window()
+        return (new.tokens - old.tokens) / max(1e-9, new.at - old.at)
+
+    def _window(self) -> tuple[Totals, Totals]:
+        old = self._marks[0] if self._marks else Totals(self.started, self.first_step)
+        return old, self._totals()
+
+    def _totals(self) -> Totals:
+        return Totals(
+            time.monotonic(),
+            self.step,
+            self.engine_up_seconds,
+            self.engine_idle_seconds,
+            self.trainer_wait_seconds,
+            self.trainer_step_seconds,
+            self.answers,
+            self.tokens,
+        )
 
     def seconds(self) -> dict[str, float]:
         """For the report."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
+import pytest
+
 from splitserve.messages import StepDone, TrainerReady
 from splitserve.run.progress import Progress
 
@@ -19,6 +24,31 @@ def test_the_wait_for_the_first_batch_is_the_start_s() -> None:
     assert progress.start_wait_seconds == 60.0
     assert progress.trainer_wait_seconds == 1.0
     assert progress.trainer_wait_fraction() == 0.25
+
+
+def test_the_pace_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch's minutes, an earlier run's steps and old answers are not in it."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    run = Progress(num_steps=1000)
+    run.trainer_ready(TrainerReady(0, 500, 100))
+    step = 500
+    for second in range(1, 301):
+        clock.now += 1.0
+        # A step every second, half of it a wait; before that two minutes without any.
+        if second > 120:
+            run.step_done(StepDone(0, step, 0.5, 0.5))
+            step += 1
+        run.tick(busy_share=0.0 if second > 200 else 1.0, engine_up=True)
+        run.count(answers=3 * second, tokens=100 * second)
+    rates = run.rates(global_batch_size=8)
+    assert rates["samples_per_second"] == pytest.approx(8.0, rel=0.05)
+    assert rates["answers_per_second"] == pytest.approx(3.0, rel=0.05)
+    assert rates["target_tokens_per_second"] == pytest.approx(100.0, rel=0.05)
+    assert rates["engine_idle_fraction"] == pytest.approx(1.0)
+    assert rates["trainer_wait_fraction"] == pytest.approx(0.5)
+    assert run.engine_idle_seconds == pytest.approx(100.0)
+    assert len(run._marks) < 100
 
 
 def test_idling_counts_by_the_share_of_engines() -> None:

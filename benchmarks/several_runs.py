@@ -1,0 +1,49 @@
+"""One record of several runs: `python -m benchmarks.several_runs NAME --runs LABEL=FOLDER ...`.
+
+For layouts of several GPUs: each run's pace, waits, memory and accept lengths with its label before
+their names, and the figures of other records (the ring's) as they are. A run without a label is the
+record's own. Runs that were stopped count too: what is taken of them is their pace.
+
+Writes `benchmarks/results/NAME.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu_loop import accept_curve, pace_figures
+from benchmarks.record import write_record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("name", help="of the record")
+    parser.add_argument("--runs", nargs="+", required=True, metavar="LABEL=FOLDER")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
+    parser.add_argument("--like", type=Path, help="a record from the machine of the runs")
+    parser.add_argument("--command", default="", help="the commands that made the runs")
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    options = parser.parse_args(argv)
+    figures: dict[str, float] = {}
+    for path in options.add:
+        figures |= json.loads(path.read_text())["figures"]
+    for text in options.runs:
+        label, equals, folder = text.rpartition("=")
+        if not equals:
+            parser.error(f"--runs {text}: allowed: LABEL=FOLDER; write =FOLDER for no label")
+        prefix = f"{label}_" if label else ""
+        run = Path(folder)
+        found = pace_figures(run) | accept_curve(run)
+        figures |= {f"{prefix}{name}": value for name, value in found.items()}
+    write_record(
+        options.name, figures, command=options.command, folder=options.out, like=options.like
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
