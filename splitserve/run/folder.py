@@ -7,9 +7,9 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from splitserve.errors import UserError
 from splitserve.messages import Sampling
@@ -126,9 +126,9 @@ class RunFolder:
             UserError: it was begun with other samples.
         """
         if not self.samples.exists():
-            self.samples.write_text(json.dumps({"digest": digest}) + "\n")
+            write_whole(self.samples, json.dumps({"digest": digest}) + "\n")
             return
-        found = json.loads(self.samples.read_text())["digest"]
+        found = self._kept_digest()
         if found != digest:
             raise UserError(
                 "data",
@@ -136,6 +136,17 @@ class RunFolder:
                 f"{found}, the digest of the samples that the run began with",
                 "restore its prompts, conversations and tokenizer, or start a new run",
             )
+
+    def _kept_digest(self) -> str:
+        try:
+            return str(json.loads(self.samples.read_text())["digest"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                "run_dir",
+                str(self.samples),
+                "a file with the digest of the samples that the run began with",
+                "remove it if its prompts, conversations and tokenizer are still the same",
+            ) from error
 
     # --- append-only files -----------------------------------------------------------------------
 
@@ -168,16 +179,24 @@ class RunFolder:
         )
 
     def read_responses(self) -> dict[str, dict[str, Any]]:
-        """Responses by sample id; a last line cut off by a crash is left out."""
-        return {row["sample_id"]: row for row in read_json_lines(self.responses)}
+        """Responses by sample id; a last line cut off by a crash is left out.
+
+        Raises:
+            UserError: another line is damaged.
+        """
+        return {row["sample_id"]: row for row in read_json_lines(self.responses, _is_response)}
 
     def write_eval(self, step: int, report: dict[str, Any]) -> None:
         """Append the reports of one evaluation."""
         _append(self.evals, {"step": step, "report": report})
 
     def read_evals(self) -> list[dict[str, Any]]:
-        """Every evaluation so far, oldest first."""
-        return list(read_json_lines(self.evals))
+        """Every evaluation so far, oldest first; a last line cut off by a crash is left out.
+
+        Raises:
+            UserError: another line is damaged.
+        """
+        return list(read_json_lines(self.evals, _is_eval))
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -202,30 +221,115 @@ def newest_run(parent: Path) -> Path:
     return max(runs, key=lambda p: (p / CONFIG_NAME).stat().st_mtime)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of the run folder so that a crash leaves all of it or nothing.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def _append(path: Path, row: dict[str, Any]) -> None:
     try:
         with open(path, "ab+") as file:
-            # A line that a crash has cut off must not swallow the one that follows it.
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-            torn = file.read(1) not in (b"\n", b"")
-            file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+            _end_last_line(file)
+            file.write(json.dumps(row).encode() + b"\n")
     except OSError as error:
-        raise UserError(
-            "run_dir",
-            str(path),
-            "a file that can be appended to",
-            f"{os.strerror(error.errno or 0)}; free space, then go on with resume=true",
-        ) from error
+        raise _unwritable(path, error) from error
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; lines that a crash has cut off are passed over."""
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        "run_dir",
+        str(path),
+        "a file that can be written",
+        f"{os.strerror(error.errno or 0)}; free space, then go on with resume=true",
+    )
+
+
+def _end_last_line(file: BinaryIO) -> None:
+    """Remove what a crash has left of a last line, so that what follows is a line of its own."""
+    size = end = file.seek(0, os.SEEK_END)
+    tail = b""
+    while end and b"\n" not in tail:
+        begin = max(0, end - _BLOCK_BYTES)
+        file.seek(begin)
+        tail = file.read(end - begin) + tail
+        end = begin
+    last = tail[tail.rfind(b"\n") + 1 :]
+    if not last:
+        return
+    if _parsed(last) is None:
+        file.truncate(size - len(last))
+    else:
+        file.write(b"\n")
+
+
+_BLOCK_BYTES = 2**16
+
+
+def read_json_lines(
+    path: Path, is_good: Callable[[dict[str, Any]], bool] = lambda row: True
+) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that a crash has cut off is left out.
+
+    Args:
+        is_good: whether an object has what its readers need.
+
+    Raises:
+        UserError: another line is no object, or not a good one.
+    """
     if not path.exists():
         return
-    with open(path) as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _parsed(line)
+            if row is not None and is_good(row):
+                yield row
+            elif row is not None or line.endswith(b"\n"):
+                raise UserError(
+                    "run_dir",
+                    f"{path}, line {number}",
+                    "lines as the run has written them; this one is damaged",
+                    "restore the file, or remove that line and lose what it says",
+                )
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object in a line; None where there is no whole one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_response(row: dict[str, Any]) -> bool:
+    ids = row.get("output_ids")
+    return (
+        isinstance(row.get("sample_id"), str)
+        and isinstance(row.get("num_prompt_tokens"), int)
+        and isinstance(ids, list)
+        and all(isinstance(token, int) for token in ids)
+        and isinstance(row.get("draft_step", -1), int)
+    )
+
+
+def _is_eval(row: dict[str, Any]) -> bool:
+    """Whether it has a step, and an accept length for each domain of its first report."""
+    try:
+        domains = row["report"]["reports"][0]["domains"]
+        lengths = [domains["all"]["accept_length"]]
+        lengths += [domain["accept_length"] for domain in domains.values()]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return False
+    return isinstance(row.get("step"), int) and all(isinstance(x, int | float) for x in lengths)

@@ -20,7 +20,7 @@ from splitserve.run.display import Display, duration
 from splitserve.run.engines import Engines
 from splitserve.run.evaluations import Best, Evaluations, accept_length_of
 from splitserve.run.feeder import Feeder
-from splitserve.run.folder import RunFolder
+from splitserve.run.folder import RunFolder, write_whole
 from splitserve.run.gpus import used_gigabytes
 from splitserve.run.plan import Plan, make_plan
 from splitserve.run.summary import print_summary
@@ -51,7 +51,7 @@ def train(arguments: Sequence[str]) -> int:
         folder.discard()
         raise
     if not settings.resume:
-        folder.config.write_text(to_yaml(settings))
+        write_whole(folder.config, to_yaml(settings))
     folder.keep_digest(plan.data.digest)
     folder.write_metrics("data", 0, plan.data.accounts)
     layers = ", ".join(map(str, plan.draft.target_layer_ids))
@@ -113,6 +113,7 @@ def check_checkpoint(settings: RunSettings, folder: RunFolder) -> None:
 def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console) -> Outcome:
     last = folder.last_checkpoint() if settings.resume else None
     first_step = read_meta(last)["step"] if last else 0
+    responses, best = folder.read_responses(), best_so_far(folder)
     rings = Rings.create(settings.layout.ring_bytes, plan.ring_layout, plan.placement.groups)
     feeder = Feeder(
         plan.data.entries,
@@ -126,7 +127,7 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         first_step=first_step,
         stored=plan.data.stored,
     )
-    for sample_id, row in folder.read_responses().items():
+    for sample_id, row in responses.items():
         entry = feeder.entries.get(sample_id)
         if entry is not None and len(entry.prompt_ids) == row["num_prompt_tokens"]:
             entry.draft_step = row.get("draft_step", -1)
@@ -146,7 +147,7 @@ def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console)
         exchange = DraftExchange.create(exchange_tensors(plan.draft), gpu)
     address = exchange.address if exchange else None
     workers = Workers(settings, folder, plan, rings.addresses, address, str(last or ""))
-    evaluations = Evaluations(best_so_far(folder))
+    evaluations = Evaluations(best)
     try:
         with Display(console, f"SplitServe  {settings.recipe}  {folder.path}") as display:
             return Coordinator(

@@ -23,7 +23,9 @@ def checkpoint_name(step: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = [p for p in folder.glob("step_*") if (p / META_NAME).is_file()]
+    # Others of that beginning are not ours, such as a copy that somebody has put aside.
+    ours = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+    found = [p for p in ours if (p / META_NAME).is_file()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 
@@ -34,8 +36,17 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         ValueError: the folder is not a complete checkpoint.
     """
     try:
-        return json.loads((checkpoint / META_NAME).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        meta: dict[str, Any] = json.loads((checkpoint / META_NAME).read_text())
+        for name in ("step", "world_size"):
+            if not isinstance(meta[name], int):
+                raise TypeError(f"{name}={meta[name]!r} in its {META_NAME} is no number")
+        return meta
+    except KeyError as error:
+        raise ValueError(
+            f"checkpoint {checkpoint}: not complete (no {error} in its {META_NAME}); name another "
+            "one with checkpoint=STEP or start anew without resume=true"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"checkpoint {checkpoint}: not complete ({error}); name another one with "
             "checkpoint=STEP or start anew without resume=true"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,3 +56,17 @@ def test_settings_that_fit_go_on(folder: RunFolder, tmp_path: Path) -> None:
     check_checkpoint(resumed(2, 3), folder)
     check_checkpoint(replace(resumed(1, 1), resume=False), folder)
     check_checkpoint(resumed(1, 1), RunFolder(tmp_path / "before the first checkpoint"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 3}', '{"step": "3", "world_size": 2}'])
+def test_a_damaged_checkpoint_says_what_to_do(folder: RunFolder, text: str) -> None:
+    (folder.checkpoints / "step_000003" / "meta.json").write_text(text)
+    with pytest.raises(ValueError, match=r"step_000003: not complete.*checkpoint=STEP"):
+        check_checkpoint(resumed(2, 9), folder)
+
+
+def test_a_copy_put_aside_is_no_checkpoint(folder: RunFolder) -> None:
+    last = folder.last_checkpoint()
+    assert last is not None
+    shutil.copytree(last, folder.checkpoints / "step_000003.bak")
+    assert folder.last_checkpoint() == last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import pytest
 
 from splitserve.errors import UserError
 from splitserve.messages import Sampling
-from splitserve.run.folder import RunFolder, newest_run, read_json_lines
+from splitserve.run.folder import RunFolder, newest_run, read_json_lines, write_whole
+from splitserve.run.main import best_so_far
+
+REPORT = {"full": False, "reports": [{"domains": {"all": {"accept_length": 1.5, "alpha": []}}}]}
 
 
 def refusal(run_dir: Path | str, *, resume: bool) -> str:
@@ -127,11 +131,111 @@ def test_what_is_written_after_a_crash_is_read_too(tmp_path: Path) -> None:
 def test_metrics_and_evaluations_are_lines(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_metrics("step", 10, {"loss": 1.5})
-    folder.write_eval(0, {"full": False, "reports": []})
+    folder.write_eval(0, REPORT)
     (row,) = read_json_lines(folder.metrics)
     assert (row["kind"], row["step"], row["loss"]) == ("step", 10, 1.5)
     assert row["time"] > 0
-    assert folder.read_evals() == [{"step": 0, "report": {"full": False, "reports": []}}]
+    assert folder.read_evals() == [{"step": 0, "report": REPORT}]
+
+
+@pytest.mark.parametrize("left", [b"", b"{", b'{"step": 7, "rep', b"\0\0\0", b'\xff{"step"'])
+def test_an_evaluation_that_a_crash_has_cut_off_is_left_out(tmp_path: Path, left: bytes) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_eval(0, REPORT)
+    with open(folder.evals, "ab") as file:
+        file.write(left)
+    assert [row["step"] for row in folder.read_evals()] == [0]
+    folder.write_eval(5, REPORT)
+    assert [row["step"] for row in folder.read_evals()] == [0, 5]
+
+
+def test_a_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_eval(0, REPORT)
+    folder.evals.write_bytes(folder.evals.read_bytes()[:-1])
+    assert [row["step"] for row in folder.read_evals()] == [0]
+    folder.write_eval(5, REPORT)
+    assert [row["step"] for row in folder.read_evals()] == [0, 5]
+
+
+def test_a_long_rest_is_removed_whole(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_eval(0, REPORT)
+    with open(folder.evals, "ab") as file:
+        file.write(b'{"step": 1, "report": "' + b"x" * 300_000)
+    folder.write_eval(5, REPORT)
+    assert folder.evals.read_bytes().count(b"\n") == 2
+    assert [row["step"] for row in folder.read_evals()] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"step": 5, "rep',
+        "[]",
+        "{}",
+        '{"step": 5}',
+        '{"step": 5, "report": {}}',
+        '{"step": 5, "report": {"reports": []}}',
+        '{"step": 5, "report": {"reports": [{"domains": {}}]}}',
+        '{"step": 5, "report": {"reports": [{"domains": {"all": {"alpha": []}}}]}}',
+        '{"step": "5", "report": {"reports": [{"domains": {"all": {"accept_length": 1.5}}}]}}',
+        '{"step": 5, "report": {"reports": [{"domains": {"all": {"accept_length": null}}}]}}',
+    ],
+)
+def test_a_damaged_evaluation_is_named_by_file_and_line(tmp_path: Path, damaged: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_eval(0, REPORT)
+    with open(folder.evals, "a") as file:
+        file.write(damaged + "\n")
+    folder.write_eval(9, REPORT)
+    (tmp_path / "snapshots" / "step_000000").mkdir(parents=True)
+    for read in (folder.read_evals, lambda: best_so_far(folder)):
+        with pytest.raises(UserError, match=r"evals\.jsonl, line 2.*remove that line"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "damaged", ['{"sample_id": "p/5", "num_pro', "7", '{"sample_id": "p/5", "output_ids": [1]}']
+)
+def test_a_damaged_response_is_named_by_file_and_line(tmp_path: Path, damaged: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.responses.write_text(damaged + "\n")
+    folder.write_response("p/1", (1, 2), (6,), "length", Sampling())
+    with pytest.raises(UserError, match=r"responses\.jsonl, line 1.*remove that line"):
+        folder.read_responses()
+
+
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"kind": "step"\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1"):
+        list(read_json_lines(folder.metrics))
+
+
+@pytest.mark.parametrize("text", ["", '{"dig', "{}", "[]"])
+def test_a_damaged_digest_says_what_to_do(tmp_path: Path, text: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.keep_digest("abc")
+    folder.keep_digest("abc")
+    folder.samples.write_text(text)
+    with pytest.raises(UserError, match=r"samples\.json.*remove it"):
+        folder.keep_digest("abc")
+
+
+def test_a_file_written_whole_leaves_the_old_one_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    write_whole(path, "seed: 0\n")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="free space"):
+        write_whole(path, "seed: 1\n")
+    assert path.read_text() == "seed: 0\n"
 
 
 def test_a_file_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
