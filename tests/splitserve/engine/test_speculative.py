@@ -11,7 +11,6 @@ import torch
 from engine_testing import make_spec
 from safetensors.torch import save_file
 
-from splitserve.engine import renorm
 from splitserve.engine.arguments import engine_arguments, graph_batch_sizes
 from splitserve.engine.control import ControlBlock, DraftSource
 from splitserve.engine.draft_loader import draft_tag, load_draft, update_messages
@@ -131,29 +130,3 @@ def test_an_engine_with_a_draft_speculates_and_one_without_captures(ring: RingOw
     assert speculates["speculative_algorithm"] == "DSPARK"
     assert speculates["speculative_draft_model_path"] == "/d"
     assert speculates["custom_weight_loader"] == ["splitserve.engine.draft_loader.load"]
-
-
-@pytest.mark.parametrize("few", [1, 2, 4])
-def test_the_likeliest_tokens_are_kept(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renorm, "FEW", few)
-    probs = torch.tensor([[0.1, 0.3, 0.5, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]])
-    kept = renorm.top_k_renorm(probs, torch.tensor([1, 2, 1 << 30]))
-    expected = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 3 / 7, 4 / 7], [0.25] * 4])
-    torch.testing.assert_close(kept, expected)
-
-
-def test_greedy_rows_keep_one_token_beside_rows_without_a_limit() -> None:
-    probs = torch.tensor([[0.1, 0.3, 0.5, 0.1], [0.1, 0.2, 0.3, 0.4]])
-    kept = renorm.top_k_renorm(probs, torch.tensor([1, 4]))
-    assert kept.tolist() == [[0.0, 0.0, 1.0, 0.0], probs[1].tolist()]
-
-
-@pytest.mark.parametrize("few", [1, 2, 4])
-def test_tokens_are_kept_until_their_sum_reaches_top_p(
-    few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(renorm, "FEW", few)
-    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])
-    kept = renorm.top_p_renorm(probs, torch.tensor([0.01, 0.65, 1.0]))
-    expected = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 3 / 7, 4 / 7], [0.1, 0.2, 0.3, 0.4]])
-    torch.testing.assert_close(kept, expected)
