@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,11 @@ class FrozenTarget:
         """
         path = Path(folder)
         config = json.loads((path / "config.json").read_text())
-        embedding = read_tensor(path, EMBEDDING_NAMES)
-        if embedding is None:
-            raise ValueError(
-                f"target.path={str(path)!r} has no token embedding; allowed: one of "
-                f"{', '.join(EMBEDDING_NAMES)}; use a decoder language model"
-            )
+        embedding_name, head_name = shared_names(path, config, _names(path))
+        embedding = read_tensor(path, [embedding_name])
+        assert embedding is not None, embedding_name
         embedding = embedding.to(device=device, dtype=dtype)
-        tied = config.get("tie_word_embeddings", False)
-        head = None if tied else read_tensor(path, LM_HEAD_NAMES)
-        if head is None and not tied:
-            raise ValueError(
-                f"target.path={str(path)!r} has no lm_head and does not tie it to the embedding; "
-                f"allowed: one of {', '.join(LM_HEAD_NAMES)}; complete the folder"
-            )
+        head = None if head_name == embedding_name else read_tensor(path, [head_name])
         lm_head = embedding if head is None else head.to(device=device, dtype=dtype)
         norm = read_tensor(path, FINAL_NORM_NAMES)
         norm = None if norm is None else norm.to(device=device, dtype=dtype)
@@ -68,6 +59,47 @@ class FrozenTarget:
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return self.embedding.shape[0]
+
+
+def shared_names(
+    folder: Path, config: Mapping[str, Any], names: Collection[str]
+) -> tuple[str, str]:
+    """Which of a target's tensors are its embedding and its lm_head; one name where they are tied.
+
+    Args:
+        folder: for the message.
+        config: the config.json.
+        names: of the target's tensors.
+
+    Raises:
+        ValueError: no embedding under a known name, or no lm_head in a target that does not tie it
+            to the embedding.
+    """
+    embedding = next((name for name in EMBEDDING_NAMES if name in names), None)
+    if embedding is None:
+        raise ValueError(
+            f"target.path={str(folder)!r} has no token embedding; allowed: one of "
+            f"{', '.join(EMBEDDING_NAMES)}; use a decoder language model"
+        )
+    # Multimodal wrappers may say it one level down.
+    text = config.get("text_config") or {}
+    if config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)):
+        return embedding, embedding
+    head = next((name for name in LM_HEAD_NAMES if name in names), None)
+    if head is None:
+        raise ValueError(
+            f"target.path={str(folder)!r} has no lm_head and does not tie it to the embedding; "
+            f"allowed: one of {', '.join(LM_HEAD_NAMES)}; complete the folder"
+        )
+    return embedding, head
+
+
+def _names(folder: Path) -> set[str]:
+    found: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            found |= set(tensors.keys())
+    return found
 
 
 def read_tensor(folder: Path, names: Iterable[str]) -> torch.Tensor | None:

@@ -161,6 +161,15 @@ def weight_names(file: Path) -> set[str]:
     Raises:
         ValueError: it is cut off, not in that format, or cannot be read; says which.
     """
+    return set(weight_entries(file))
+
+
+def weight_entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names in a safetensors file that is all there, with the type and shape that it says.
+
+    Raises:
+        ValueError: it is cut off, not in that format, or cannot be read; says which.
+    """
     try:
         with open(file, "rb") as stream:
             start = stream.read(8)
@@ -168,9 +177,12 @@ def weight_names(file: Path) -> set[str]:
                 raise ValueError("a pointer of Git LFS in the file's place: run git lfs pull")
             (size,) = struct.unpack("<Q", start)
             header = json.loads(stream.read(size))
-        ends = [
-            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
-        ]
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        found = {
+            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in header.items()
+        }
         length = file.stat().st_size
     except (OSError, struct.error, MemoryError, OverflowError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
@@ -179,7 +191,7 @@ def weight_names(file: Path) -> set[str]:
     wanted = 8 + size + max(ends, default=0)
     if length < wanted:
         raise ValueError(f"cut off: it has {length} of {wanted} bytes")
-    return {name for name in header if name != "__metadata__"}
+    return found
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:

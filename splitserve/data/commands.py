@@ -36,7 +36,7 @@ from splitserve.data.store import open_or_build, store_key
 from splitserve.errors import RunFailed, UserError, suggest
 from splitserve.options import parse_options
 from splitserve.settings import SamplingSettings
-from splitserve.target.info import TargetInfo, read_target
+from splitserve.target.info import TargetInfo, check_window, read_target
 from splitserve.target.prepare import default_cache_dir
 
 WHOLE = 2**31 - 1
@@ -223,7 +223,13 @@ def generate_responses(arguments: Sequence[str]) -> int:
     part = _part(options.part)
     settings = _sampling(options.sampling)
     sources = source_list(options.data, "data")
+    # Imported here: preview and stats need no torch.
+    from splitserve.target.weights import check_weights
+
     target, tokenizer = _target(options.target)
+    check_weights(target)
+    most = options.max_tokens
+    check_window(target, "max_tokens", most, most, "lower max_tokens")
     renderer = ChatRenderer(tokenizer, options.chat_template_kwargs, options.system_prompt)
     description = {
         "target": Path(target.path).name,

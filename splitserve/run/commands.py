@@ -21,8 +21,9 @@ from splitserve.run.folder import RunFolder, newest_run
 from splitserve.run.main import best_so_far, export_draft, serving_line
 from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
 from splitserve.run.summary import accept_table, settings_line
-from splitserve.target.info import check_weights
-from splitserve.target.prepare import read_target
+from splitserve.target.info import check_window
+from splitserve.target.prepare import TargetInfo, read_target
+from splitserve.target.weights import check_weights
 from splitserve.train.checkpoint import list_checkpoints, read_meta
 
 
@@ -116,15 +117,21 @@ def _eval_spec(options: EvalOptions) -> tuple[EvaluatorSpec, str]:
         return _spec_of_folders(options), options.draft
     folder = RunFolder(_run_path(options.run))
     settings = compose_resumed(folder.config, [])
-    spec = evaluator_spec(settings, make_plan(replace(settings, resume=True)))
-    return (
-        replace(
-            spec,
-            temperatures=(options.temperature,),
-            max_new_tokens=options.max_new_tokens or spec.max_new_tokens,
-        ),
-        options.draft or str(_existing(folder.export)),
+    plan = make_plan(replace(settings, resume=True))
+    spec = evaluator_spec(settings, plan)
+    spec = replace(
+        spec,
+        temperatures=(options.temperature,),
+        max_new_tokens=options.max_new_tokens or spec.max_new_tokens,
     )
+    _check_lengths(plan.target, spec)
+    return spec, options.draft or str(_existing(folder.export))
+
+
+def _check_lengths(target: TargetInfo, spec: EvaluatorSpec) -> None:
+    new = spec.max_new_tokens
+    longest = max((len(prompt.token_ids) for prompt in spec.prompts), default=0) + new
+    check_window(target, "max_new_tokens", new, longest, "lower max_new_tokens, or leave it out")
 
 
 def _spec_of_folders(options: EvalOptions) -> EvaluatorSpec:
@@ -132,13 +139,13 @@ def _spec_of_folders(options: EvalOptions) -> EvaluatorSpec:
         if not getattr(options, name):
             raise UserError(name, "", "a path, with draft=FOLDER", f"add {name}=PATH or run=FOLDER")
     target = read_target(options.target)
-    check_weights(target.path)
+    check_weights(target)
     renderer = ChatRenderer(load_tokenizer(target.path))
     prompts = tuple(
         EvalPrompt(p.id, p.domain, renderer.prompt_ids(p.messages))
         for p in read_prompts(options.prompts)
     )
-    return EvaluatorSpec(
+    spec = EvaluatorSpec(
         target_path=target.path,
         dtype="bfloat16",
         prompts=prompts,
@@ -150,6 +157,8 @@ def _spec_of_folders(options: EvalOptions) -> EvaluatorSpec:
         seed=0,
         num_threads=2,
     )
+    _check_lengths(target, spec)
+    return spec
 
 
 def export(arguments: Sequence[str]) -> int:

@@ -20,8 +20,9 @@ from splitserve.run.entry import Entry
 from splitserve.run.gpus import Placement, place
 from splitserve.run.memory import GpuNeeds, check_memory, needs
 from splitserve.settings import RunSettings
-from splitserve.target.info import check_device, check_warm_start, check_weights
+from splitserve.target.info import check_device, check_warm_start, check_window
 from splitserve.target.prepare import TargetInfo, capturable_layers, prepare_target
+from splitserve.target.weights import check_shared, check_weights
 from splitserve.transport.layout import RingLayout
 
 
@@ -100,11 +101,14 @@ def make_plan(
     placement = place(settings.layout)
     sources = find_sources(settings)
     target = target_of(settings)
-    check_weights(target.path)
+    check_weights(target)
+    check_shared(target)
     check_warm_start(target, settings.draft.warm_start)
     check_device(target, settings.layout.device)
+    check_lengths(settings, target)
     tokenizer = load_tokenizer(target.path)
     data = gather(settings, sources, target, tokenizer, tell)
+    check_measured_lengths(settings, target, data.held_out)
     mask_token = choose_mask_token(
         tokenizer,
         target.vocab_size,
@@ -146,6 +150,18 @@ def make_plan(
 def draft_config(settings: RunSettings, target: TargetInfo, mask_token_id: int) -> DraftConfig:
     """The draft's geometry on that target; refuses layers that the engine cannot capture."""
     draft = settings.draft
+    names = ["num_attention_heads", "max_position_embeddings"]
+    names += [] if draft.intermediate_size else ["intermediate_size"]
+    for name in names:
+        if not isinstance(target.config.get(name), int):
+            raise UserError(
+                "target.path",
+                target.path,
+                f"a target with an integer {name} in its config.json, which the draft takes over",
+                "set draft.intermediate_size"
+                if name == "intermediate_size"
+                else "complete its config.json, or name another target",
+            )
     capturable = capturable_layers(target.architecture, target.num_layers)
     if not capturable:
         raise UserError(
@@ -169,6 +185,21 @@ def draft_config(settings: RunSettings, target: TargetInfo, mask_token_id: int) 
         architecture=draft.architecture,
         capture_last_layer=capturable[-1] == target.num_layers - 1,
     )
+
+
+def check_lengths(settings: RunSettings, target: TargetInfo) -> None:
+    """Samples must be no longer than what the target was made for."""
+    longest = settings.data.max_tokens
+    check_window(target, "data.max_tokens", longest, longest, "lower data.max_tokens")
+
+
+def check_measured_lengths(
+    settings: RunSettings, target: TargetInfo, held_out: Sequence[EvalPrompt]
+) -> None:
+    """Nor may a measured answer, its prompt included, be longer."""
+    new = settings.eval.max_new_tokens
+    longest = max(len(prompt.token_ids) for prompt in held_out) + new
+    check_window(target, "eval.max_new_tokens", new, longest, "lower eval.max_new_tokens")
 
 
 def check_ring(settings: RunSettings, layout: RingLayout) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from serving.contract import LAST_LAYER_CAPTURABLE
-from serving.facts import weight_names
 from splitserve.errors import UserError
 
 # Source: SGLang 0.5.23, the models that define set_dspark_layers_to_capture.
@@ -115,24 +114,24 @@ def read_target(path: str | Path, *, need_tokenizer: bool = True) -> TargetInfo:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise _missing(folder, "is not a folder", "a local Hugging Face model folder")
+        raise missing(folder, "is not a folder", "a local Hugging Face model folder")
     if not (folder / "config.json").is_file():
-        raise _missing(folder, "has no config.json", "a folder with config.json")
-    raw = _load_json(folder / "config.json")
+        raise missing(folder, "has no config.json", "a folder with config.json")
+    raw = load_json(folder / "config.json")
     # Multimodal wrappers keep the language model's sizes one level down.
     config = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(config.get(key), int):
-            raise _missing(
+            raise missing(
                 folder, f"has no integer {key} in its config.json", "a decoder language model"
             )
     if not any(folder.glob("*.safetensors")):
-        raise _missing(folder, "has no *.safetensors weights", "a folder with safetensors weights")
+        raise missing(folder, "has no *.safetensors weights", "a folder with safetensors weights")
     tokenizer_len, template, tokenizer_eos = 0, False, None
     if need_tokenizer:
         tokenizer_len, template, tokenizer_eos = _read_tokenizer(folder)
         if tokenizer_len > config["vocab_size"]:
-            raise _missing(
+            raise missing(
                 folder,
                 f"has a tokenizer of {tokenizer_len} tokens for a vocabulary of "
                 f"{config['vocab_size']}",
@@ -152,28 +151,67 @@ def read_target(path: str | Path, *, need_tokenizer: bool = True) -> TargetInfo:
     )
 
 
-def check_weights(path: str) -> None:
-    """Refuse a target whose weights are not all there; reads headers and lengths only.
+def context_window(config: Mapping[str, Any]) -> int | None:
+    """Positions that a target was made for, from its config.json; None where that does not say.
+
+    `max_position_embeddings` is the extended number where the config.json says what it was before,
+    and SGLang multiplies it where it does not (0.5.23, get_context_length); the larger counts, so
+    that nothing is refused that could run.
+    """
+    window = config.get("max_position_embeddings")
+    if not isinstance(window, int) or window < 1:
+        return None
+    longest = window
+    for rope in _rope_settings(config):
+        factor = rope.get("factor")
+        if not isinstance(factor, int | float) or factor <= 1:
+            continue
+        before = rope.get(
+            "original_max_position_embeddings", config.get("original_max_position_embeddings")
+        )
+        longest = max(longest, int(factor * (before if isinstance(before, int) else window)))
+    return longest
+
+
+def _rope_settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What scales a target's positions; some have it for each kind of layer."""
+    found = []
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if isinstance(rope, Mapping):
+            found += [rope, *(r for r in rope.values() if isinstance(r, Mapping))]
+    return found
+
+
+def check_window(
+    target: TargetInfo, field_name: str, value: int, num_tokens: int, remedy: str
+) -> None:
+    """Refuse sequences that are longer than what the target was made for.
+
+    Args:
+        field_name, value: the setting that makes them so long.
+        num_tokens: of the longest.
+        remedy: what else would help than another target.
 
     Raises:
-        ValueError: a file is missing that the index names, is cut off, or holds something else.
+        UserError: names both numbers.
     """
-    folder = Path(path)
-    names = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        places = _load_json(index).get("weight_map")
-        names |= set(map(str, places.values())) if isinstance(places, dict) else set()
-    for name in sorted(names):
-        try:
-            weight_names(folder / name)
-        except ValueError as error:
-            raise _missing(
-                folder, f"has a {name} that cannot be read ({error})", "whole safetensors files"
-            ) from error
+    window = context_window(target.config)
+    if window is None or num_tokens <= window:
+        return
+    spare = window - (num_tokens - value)
+    allowed = f"{spare} or less" if spare > 0 else "nothing with these prompts"
+    raise UserError(
+        field_name,
+        value,
+        f"{allowed}: {target.architecture or 'the target'} has {window} positions "
+        f"(max_position_embeddings) and the longest sequence would have {num_tokens}",
+        remedy,
+    )
 
 
-def _missing(folder: Path, what: str, allowed: str) -> ValueError:
+def missing(folder: Path, what: str, allowed: str) -> ValueError:
+    """The error for a target's folder that is not complete: what it lacks, and what to do."""
     return ValueError(
         f"target.path={str(folder)!r} {what}; allowed: {allowed}; "
         "give the folder of a complete model (huggingface-cli download MODEL --local-dir FOLDER), "
@@ -181,19 +219,20 @@ def _missing(folder: Path, what: str, allowed: str) -> ValueError:
     )
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def load_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a target's folder. Raises ValueError."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _missing(path.parent, f"has an unreadable {path.name} ({error})", "JSON") from error
+        raise missing(path.parent, f"has an unreadable {path.name} ({error})", "JSON") from error
     if not isinstance(loaded, dict):
-        raise _missing(path.parent, f"has a {path.name} that is not an object", "a JSON object")
+        raise missing(path.parent, f"has a {path.name} that is not an object", "a JSON object")
     return loaded
 
 
 def _read_tokenizer(folder: Path) -> tuple[int, bool, int | None]:
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
-        raise _missing(folder, "has no tokenizer", "a folder with tokenizer.json")
+        raise missing(folder, "has no tokenizer", "a folder with tokenizer.json")
     from transformers import AutoTokenizer
 
     try:
@@ -203,7 +242,7 @@ def _read_tokenizer(folder: Path) -> tuple[int, bool, int | None]:
         )
     except Exception as error:
         why = " ".join(str(error).split())
-        raise _missing(
+        raise missing(
             folder,
             f"has a tokenizer that does not load ({type(error).__name__}: {why})",
             "a tokenizer that transformers.AutoTokenizer loads",
@@ -218,7 +257,7 @@ def _eos_token_ids(
     found: list[int] = []
     sources = [config.get("eos_token_id"), tokenizer_eos]
     if (folder / "generation_config.json").is_file():
-        sources.insert(0, _load_json(folder / "generation_config.json").get("eos_token_id"))
+        sources.insert(0, load_json(folder / "generation_config.json").get("eos_token_id"))
     for value in sources:
         for token in value if isinstance(value, list) else [value]:
             if isinstance(token, int) and token not in found:

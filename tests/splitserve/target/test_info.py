@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from splitserve.errors import UserError
 from splitserve.target.info import (
     TargetInfo,
     check_device,
     check_warm_start,
-    check_weights,
+    check_window,
+    context_window,
     kda_layers,
 )
 
@@ -77,31 +75,61 @@ def test_layers_of_another_kind_lend_nothing(config: dict[str, Any]) -> None:
     check_warm_start(replace(info(config), config=QWEN), True)
 
 
+def scaled(kind: str, factor: float, **more: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, "factor": factor, **more}}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("config", "window"),
     [
-        (lambda whole: b"", "requires a buffer of 8 bytes"),
-        (lambda whole: whole[:4], "requires a buffer of 8 bytes"),
-        (lambda whole: whole[:40], "Unterminated|Expecting|delimiter"),
-        (lambda whole: whole[:-1], "cut off: it has"),
-        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (lambda whole: b"\x02" + b"\0" * 7 + b"[]", "does not list tensors"),
-        (lambda whole: b"\xff" * 64, "cannot be read"),
-        (None, "No such file"),
+        ({}, None),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": None}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}, 4096),
+        # Extended already: Llama 3.1, Phi 3.
+        (
+            {"max_position_embeddings": 131072}
+            | scaled("llama3", 8.0, original_max_position_embeddings=8192),
+            131072,
+        ),
+        (
+            {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+            | scaled("longrope", 32.0),
+            131072,
+        ),
+        # As Qwen2.5's model card has YaRN switched on.
+        (
+            {"max_position_embeddings": 32768}
+            | scaled("yarn", 4.0, original_max_position_embeddings=32768),
+            131072,
+        ),
+        # As SGLang counts where nothing says what it was before.
+        ({"max_position_embeddings": 4096} | scaled("linear", 4.0), 16384),
+        # A kind of rope for each kind of layer.
+        (
+            {
+                "max_position_embeddings": 4096,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0},
+                },
+            },
+            32768,
+        ),
     ],
 )
-def test_weights_that_are_not_all_there_are_refused(tmp_path: Path, spoil: Any, why: str) -> None:
-    for name in ("a", "b"):
-        save_file({name: torch.zeros(5)}, tmp_path / f"{name}.safetensors")
-    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    check_weights(str(tmp_path))
-    file = tmp_path / "b.safetensors"
-    if spoil is None:
-        file.unlink()
-    else:
-        file.write_bytes(spoil(file.read_bytes()))
-    with pytest.raises(ValueError, match=why) as caught:
-        check_weights(str(tmp_path))
-    message = str(caught.value)
-    assert message.startswith("target.path=") and "b.safetensors that cannot be read" in message
+def test_the_window_follows_from_the_config(config: dict[str, Any], window: int | None) -> None:
+    assert context_window(config) == window
+
+
+def test_sequences_beyond_the_window_are_refused() -> None:
+    target = info(QWEN | {"max_position_embeddings": 100})
+    check_window(target, "data.max_tokens", 100, 100, "lower it")
+    check_window(info(QWEN), "data.max_tokens", 101, 101, "lower it")
+    with pytest.raises(UserError, match=r"data\.max_tokens=101.*100 or less.*would have 101"):
+        check_window(target, "data.max_tokens", 101, 101, "lower it")
+    with pytest.raises(UserError, match=r"eval\.max_new_tokens=64.*: 60 or less.*100.*have 104"):
+        check_window(target, "eval.max_new_tokens", 64, 104, "lower it")
+    with pytest.raises(UserError, match="nothing with these prompts"):
+        check_window(target, "eval.max_new_tokens", 64, 200, "lower it")
