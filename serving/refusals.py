@@ -10,6 +10,14 @@ from serving.facts import DraftFacts, Family, Gpu, TargetFacts
 from serving.hooks_fold import parse_parts
 from serving.launch_spec import Launch
 from serving.profiles import Profile, Request
+from serving.split import (
+    OTHER_SPLITS,
+    allowed_deals,
+    allowed_splits,
+    listed,
+    uneven,
+    uneven_experts,
+)
 
 RAGGED_GRAPH_BACKENDS = frozenset({"fa3", "fa4", "trtllm_mla", "trtllm_mha"})
 """Whose verify of a ragged window is captured; others verify eagerly, five times slower.
@@ -39,6 +47,7 @@ def problems(
     made_up = launch.argument_dict().get("load_format") == "dummy"
     found = [] if draft is None else _draft_problems(request, target, draft, made_up)
     found += _profile_problems(request, launch, target, draft)
+    found += _split_problems(request, launch, target, draft)
     found += _quantization_problems(request, target)
     found += _file_problems(request)
     found += _fold_problems(request)
@@ -105,6 +114,31 @@ def _profile_problems(
             "SGLANG_ENABLE_METADATA_GLUE_GRAPH is switched off by SGLang for DSPARK; leave it out"
         )
     return found
+
+
+def _split_problems(
+    request: Request, launch: Launch, target: TargetFacts, draft: DraftFacts | None
+) -> list[str]:
+    """Heads and experts must be dealt out evenly; on a CPU, SGLang pads heads."""
+    arguments = launch.argument_dict()
+    if request.gpu is Gpu.CPU or OTHER_SPLITS & arguments.keys():
+        return []
+    tp, ep = int(arguments.get("tp_size") or 1), int(arguments.get("ep_size") or 1)
+    for name, config in (("target", target.text), ("draft", draft.config if draft else {})):
+        if bad := uneven(config, tp):
+            return [
+                f"tp={tp} does not split the {name}'s {' and '.join(bad)} evenly; allowed: "
+                f"{listed(allowed_splits(config))}; choose one of these"
+            ]
+    # What fp8 blocks ask for is told by itself.
+    if not target.fp8_block and (bad := uneven_experts(target.text, tp, ep)):
+        allowed = allowed_deals(target.text, tp)
+        remedy = "choose one of these" if allowed else "choose another tp"
+        return [
+            f"ep={ep} with tp={tp} does not divide {' and '.join(bad)} evenly; allowed for ep: "
+            f"{listed(allowed)}; {remedy}"
+        ]
+    return []
 
 
 def _quantization_problems(request: Request, target: TargetFacts) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from serving.split import allowed_splits, listed, uneven
 from splitserve.data.account import DropReport
 from splitserve.data.conversation import Conversation, parse_row
 from splitserve.data.generate import GenerateCounts, Part, PartFile, generate
@@ -230,6 +231,16 @@ def generate_responses(arguments: Sequence[str]) -> int:
     check_weights(target)
     most = options.max_tokens
     check_window(target, "max_tokens", most, most, "lower max_tokens")
+    if options.tp_size < 1:
+        raise UserError("tp_size", options.tp_size, "1 or more", "raise tp_size")
+    if options.device != "cpu" and (bad := uneven(target.config, options.tp_size)):
+        raise UserError(
+            "tp_size",
+            options.tp_size,
+            f"{listed(allowed_splits(target.config))}, by which {' and '.join(bad)} of "
+            f"{target.architecture} can be divided",
+            "choose one of these",
+        )
     renderer = ChatRenderer(tokenizer, options.chat_template_kwargs, options.system_prompt)
     description = {
         "target": Path(target.path).name,

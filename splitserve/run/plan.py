@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dspark.config import DraftConfig
 from serving.ports import port_is_free
+from serving.split import allowed_splits, listed, uneven
 from splitserve.data.mask_token import choose_mask_token
 from splitserve.data.refusal import RowRefused
 from splitserve.data.samples import Sample, make_sample
@@ -105,6 +106,7 @@ def make_plan(
     check_shared(target)
     check_warm_start(target, settings.draft.warm_start)
     check_device(target, settings.layout.device)
+    check_split(settings, placement.tp_size, target.config, target.architecture)
     check_lengths(settings, target)
     tokenizer = load_tokenizer(target.path)
     data = gather(settings, sources, target, tokenizer, tell)
@@ -116,6 +118,7 @@ def make_plan(
         data.used_ids | set(target.eos_token_ids),
     )
     draft = draft_config(settings, target, mask_token)
+    check_split(settings, placement.tp_size, draft.to_hf(), "the draft")
     layout = RingLayout(
         draft.num_context_features,
         draft.hidden_size,
@@ -185,6 +188,19 @@ def draft_config(settings: RunSettings, target: TargetInfo, mask_token_id: int) 
         architecture=draft.architecture,
         capture_last_layer=capturable[-1] == target.num_layers - 1,
     )
+
+
+def check_split(settings: RunSettings, tp_size: int, config: Mapping[str, Any], model: str) -> None:
+    """An engine's GPUs must each get as many heads of target and draft."""
+    if bad := uneven(config, tp_size):
+        engines = settings.layout.engines
+        raise UserError(
+            "layout.target",
+            settings.layout.target,
+            f"engines of {listed(allowed_splits(config))} GPUs each, by which {' and '.join(bad)} "
+            f"of {model} can be divided; layout.engines={engines} makes them {tp_size} each",
+            "change layout.target or layout.engines",
+        )
 
 
 def check_lengths(settings: RunSettings, target: TargetInfo) -> None:

@@ -15,7 +15,9 @@ from splitserve import cli
 from splitserve.compose import compose
 from splitserve.errors import UserError
 from splitserve.run.commands import EvalOptions, _eval_spec
-from splitserve.run.plan import make_plan
+from splitserve.run.gpus import Gpu, Placement
+from splitserve.run.plan import check_split, make_plan
+from splitserve.settings import DataSettings, LayoutSettings, RunSettings, TargetSettings
 
 WINDOW = 128
 
@@ -110,3 +112,42 @@ def test_a_config_without_what_the_draft_takes_over_is_refused(
         make_plan(compose(given))
     if name == "intermediate_size":
         make_plan(compose([*given, "draft.intermediate_size=48"]))
+
+
+def test_an_engine_whose_gpus_do_not_divide_the_heads_is_refused() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    layout = LayoutSettings(device="cuda", target=[0, 1, 2, 3, 4, 5], train=[6], engines=2)
+    data = DataSettings(prompts="p")
+    settings = RunSettings(target=TargetSettings(path="t"), data=data, layout=layout)
+    with pytest.raises(UserError, match=r"layout\.target=.*1, 2, 4 GPUs each.*makes them 3 each"):
+        check_split(settings, 3, heads, "the draft")
+    for tp_size in (1, 2, 4):
+        check_split(settings, tp_size, heads, "the draft")
+
+
+def test_a_run_checks_how_its_engines_split_the_target(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = tuple(Gpu(str(number), "some", 2**40) for number in range(3))
+    monkeypatch.setattr("splitserve.run.plan.place", lambda layout: Placement(gpus, gpus[:1]))
+    with pytest.raises(UserError, match=r"num_attention_heads=4.*of LlamaForCausalLM"):
+        make_plan(compose([f"recipe={tiny_recipe}"]))
+
+
+@pytest.mark.parametrize(("tp_size", "allowed"), [(3, "1, 2, 4, by which"), (0, "1 or more")])
+def test_generate_checks_how_the_target_is_split(
+    tiny_target: Path,
+    tmp_path: Path,
+    tp_size: int,
+    allowed: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "p.txt").write_text("one\n")
+    command = [
+        "data", "generate", f"target={tiny_target}", f"data={tmp_path / 'p.txt'}", "max_tokens=100",
+        f"out={tmp_path / 'out'}", "sampling=[{temperature: 0}]", f"tp_size={tp_size}",
+        "device=cuda",
+    ]  # fmt: skip
+    assert cli.main(command) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"tp_size={tp_size}" in line and allowed in line
