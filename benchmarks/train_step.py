@@ -304,11 +304,10 @@ def deepspec(folder: Path, geometry: Geometry, shape: Shape, steps: int) -> dict
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def print_kernels(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> None:
+def print_kernels(step: Callable[[int], None]) -> None:
     """The GPU's time in a step, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    step = step_of(build(geometry, shape, objective), [random_batch(geometry, shape, 0)])
     for index in range(3):
         step(index)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
@@ -424,7 +423,11 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
 
 
 def optimizer_overhead(
-    geometry: Geometry, shape: Shape, objective: ObjectiveConfig, accumulation: int
+    geometry: Geometry,
+    shape: Shape,
+    objective: ObjectiveConfig,
+    accumulation: int,
+    with_kernels: bool,
 ) -> dict[str, float]:
     """A whole optimizer step through DeepSpeed against its forward and backward passes alone."""
     if not torch.distributed.is_initialized():
@@ -448,6 +451,8 @@ def optimizer_overhead(
             engine.step()
 
     ms, spread, peak = measured(step, 5)
+    if with_kernels:
+        print_kernels(step)
     return {
         "optimizer_step_ms": ms,
         "optimizer_step_spread_ms": spread,
@@ -505,7 +510,9 @@ def main() -> None:
     print(figures, flush=True)
     free()
     if args.profile:
-        print_kernels(geometry, shape, objective)
+        print_kernels(
+            step_of(build(geometry, shape, objective), [random_batch(geometry, shape, 0)])
+        )
         free()
     if args.float8:
         quantised = ObjectiveConfig(chunk_rows=args.chunk_rows, float8_logits=True)
@@ -523,7 +530,7 @@ def main() -> None:
         figures |= part_times(geometry, shape, objective)
         print(figures, flush=True)
     if args.optimizer:
-        figures |= optimizer_overhead(geometry, shape, objective, args.optimizer)
+        figures |= optimizer_overhead(geometry, shape, objective, args.optimizer, args.profile)
         free()
     if args.deepspec:
         torch._dynamo.reset()

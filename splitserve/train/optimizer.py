@@ -32,7 +32,8 @@ def deepspeed_config(train: TrainSettings, world_size: int) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": False}},
     }
     if train.dtype == "bfloat16":
-        config["bf16"] = {"enabled": True}
+        # Each gradient goes to its float32 sum as soon as it is there, and is let go of.
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
