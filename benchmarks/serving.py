@@ -9,7 +9,8 @@ is a token.
 Parts, each with engines of its own:
 
     pair      SGLang's default static verify against the same with everything folded, in turn:
-              step times, the gates between them, and a census of both
+              step times, the gates between them, and a census of both; `--kernels all` lets the
+              changed side run kernels of our own too
     plain     the target alone
     compact   verification by confidence
     nextn     drafts by the target's own MTP layer (ling3)
@@ -67,6 +68,8 @@ SINGLE: dict[str, dict[str, Any]] = {
     "accept_commit": {"fold": "accept,commit"},
     "accept_commit_relay": {"fold": "accept,commit,relay"},
     "glue": {"fold": "glue"},
+    "kernels_attention": {"kernels": "attention"},
+    "kernels_linear": {"kernels": "linear"},
     "mid_fold": {"env": {"SGLANG_OPT_DSV41_DSPARK_MID_FOLD": True}},
     "prepare_once": {"env": {"SGLANG_OPT_DSV41_DSPARK_PREPARE_INPUTS_ONCE": True}},
     "skip_prefilled": {"env": {"SGLANG_OPT_DSV41_DSPARK_SKIP_PREFILLED_INPUTS": True}},
@@ -146,13 +149,13 @@ def contexts_of(options: MeasureOptions) -> dict[str, MeasureOptions]:
     return {**dict(zip(found, short, strict=False)), "": longest}
 
 
-async def pair(options: MeasureOptions, rounds: int) -> dict[str, Any]:
-    """Default against folded."""
+async def pair(options: MeasureOptions, rounds: int, change: dict[str, Any]) -> dict[str, Any]:
+    """Default against folded, with kernels of our own where asked for."""
     figures: dict[str, Any] = {}
     contexts = contexts_of(options)
     main = workload_of(contexts[""])
     async with AsyncExitStack() as stack:
-        default, folded = await _two(stack, contexts[""], {"fold": "all"})
+        default, folded = await _two(stack, contexts[""], change)
         for ending, context in contexts.items():
             found = await compare(
                 (default, folded), ("default", "folded"), workload_of(context), rounds=rounds
@@ -253,7 +256,7 @@ def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], None])
     """Measure the parts; `record` is given all figures after each. Whether every part succeeded."""
     options = base_options(given)
     works: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-        "pair": lambda: pair(options, given.rounds),
+        "pair": lambda: pair(options, given.rounds, {"fold": given.fold, "kernels": given.kernels}),
         "plain": lambda: alone(replace(options, profile="plain", draft=""), "plain"),
         "compact": lambda: alone(replace(options, profile="dspark_compact"), "compact"),
         "nextn": lambda: alone(replace(options, profile="nextn", draft=""), "nextn"),
@@ -290,6 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--block-size", type=int, default=7, help="of a random draft")
     parser.add_argument("--rounds", type=int, default=3, help="of a comparison")
+    parser.add_argument("--fold", default="all", help="what the changed side of pair folds")
+    parser.add_argument("--kernels", default="", help="and which kernels of our own it has")
     parser.add_argument("--work", default="serving_work", help="folder for logs and traces")
     parser.add_argument("--folder", type=Path, default=None, help="folder of the record")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 
-from serving import hooks_audit, hooks_fold
+from serving import hooks_audit, hooks_fold, hooks_kernels
 
 
 def register() -> None:
     """Called by the entry point in every process of SGLang. Raises ValueError for bad values."""
-    fold, audit = os.environ.get(hooks_fold.ENVIRONMENT), os.environ.get(hooks_audit.ENVIRONMENT)
-    if not fold and not audit:
+    fold, kernels, audit = (
+        os.environ.get(hooks.ENVIRONMENT) for hooks in (hooks_fold, hooks_kernels, hooks_audit)
+    )
+    if not fold and not kernels and not audit:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if fold:
         hooks_fold.register(HookRegistry.register, HookType, hooks_fold.parse_parts(fold))
+    if kernels:
+        parts = hooks_kernels.parse_kernels(kernels)
+        hooks_kernels.register(HookRegistry.register, HookType, parts)
     if audit:
         hooks_audit.register(HookRegistry.register, HookType, audit)

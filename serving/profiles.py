@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from serving import hooks_fold
+from serving import hooks_fold, hooks_kernels
 from serving.facts import Family, Gpu, TargetFacts, read_draft, read_target
 from serving.launch_spec import Launch, Setting, given
 
@@ -78,6 +78,8 @@ class Request:
     fold: tuple[str, ...] = ()
     """Parts of a DSPARK step to put into its graphs (`serving.hooks_fold`); "all" for all, and
     with SGLang's own switches for the same seams."""
+    kernels: tuple[str, ...] = ()
+    """Kernels of our own (`serving.hooks_kernels`); "all" for all."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """SGLang arguments of one's own, by Python name; they replace the profile's."""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -120,6 +122,10 @@ def settings_for(request: Request, target: TargetFacts) -> Launch:
     more_arguments, more_environment = _speculation(target.family, request)
     launch = Launch(request.profile.value, tuple(arguments), tuple(environment))
     launch = launch.plus(more_arguments, [*more_environment, *_folding(request.fold)])
+    if request.kernels:
+        names = ",".join(request.kernels)
+        why = "kernels of our own where they are faster"
+        launch = launch.plus([], [Setting(hooks_kernels.ENVIRONMENT, names, why)])
     return launch.plus(given(request.arguments), given(request.environment))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from serving.contract import contract_problems
 from serving.facts import DraftFacts, Family, Gpu, TargetFacts
 from serving.hooks_fold import parse_parts
+from serving.hooks_kernels import ENVIRONMENT, parse_kernels
 from serving.launch_spec import Launch
 from serving.profiles import Profile, Request
 from serving.split import (
@@ -51,6 +52,7 @@ def problems(
     found += _quantization_problems(request, target)
     found += _file_problems(request)
     found += _fold_problems(request)
+    found += _kernel_problems(request)
     return found
 
 
@@ -177,6 +179,18 @@ def _is_json(file: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def _kernel_problems(request: Request) -> list[str]:
+    if not request.kernels:
+        return []
+    if request.gpu not in (Gpu.HOPPER, Gpu.BLACKWELL):
+        return [f"kernels={','.join(request.kernels)} need a GPU of Hopper or later; leave it out"]
+    try:
+        parse_kernels(",".join(request.kernels))
+    except ValueError as error:
+        return [str(error).replace(f"{ENVIRONMENT}=", "kernels=")]
+    return []
 
 
 def _fold_problems(request: Request) -> list[str]:

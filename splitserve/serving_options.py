@@ -51,6 +51,8 @@ class ServerOptions:
     """Temperatures for dspark_compact."""
     fold: str = ""
     """Parts of a DSPARK step to put into its graphs: all, or a list with commas."""
+    kernels: str = ""
+    """Kernels of our own in place of SGLang's: all, or of attention, linear with commas."""
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang arguments of one's own: args.NAME=VALUE."""
     env: dict[str, Any] = field(default_factory=dict)
@@ -156,10 +158,15 @@ def request_of(options: ServerOptions) -> Request:
         options.context_length,
         options.sps,
         options.sts,
-        tuple(p.strip() for p in options.fold.split(",") if p.strip()),
+        _names(options.fold),
+        _names(options.kernels),
         options.args,
         options.env,
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def launch_of(options: ServerOptions) -> Launch:

@@ -14,6 +14,7 @@ from test_launch import sglang_folder
 from serving import hooks_audit, hooks_fold, plugin
 from serving.hooks_audit import Counters
 from serving.hooks_fold import Fold, glue_refusal, parse_parts
+from serving.hooks_kernels import parse_kernels
 
 GAMMA, VOCAB, BATCH, WIDTH = 4, 50, 3, 6
 
@@ -334,3 +335,10 @@ def test_a_failing_hook_leaves_sglang_alone() -> None:
     hook = hooks_audit._quiet(fail)
     assert hook(1, two=2) is None
     assert hook(1) is None
+
+
+def test_kernels_are_named_by_their_parts() -> None:
+    assert parse_kernels("all") == ("attention", "linear")
+    assert parse_kernels("linear, ") == ("linear",)
+    with pytest.raises(ValueError, match="allowed: all, or of attention, linear"):
+        parse_kernels("linear,moe")

@@ -172,6 +172,15 @@ def test_compact_needs_a_confidence_head_and_a_captured_verify(
     refused("is no JSON", Request(**compact, **dense, sps_table=str(tmp_path / "cut.json")))
 
 
+def test_kernels_of_our_own_are_asked_for_and_refused(dense: dict[str, str]) -> None:
+    static = {"profile": Profile.DSPARK_STATIC, "kernels": ("all",)}
+    launch = build_launch(Request(**static, gpu=Gpu.HOPPER, **dense))
+    assert launch.environment_dict()["SPLITSERVE_KERNELS"] == "all"
+    refused("need a GPU of Hopper or later", Request(**static, gpu=Gpu.AMPERE, **dense))
+    wrong = {**static, "kernels": ("moe",)}
+    refused("kernels='moe' is not usable", Request(**wrong, gpu=Gpu.HOPPER, **dense))
+
+
 def test_a_broken_weights_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\x08\0\0\0\0\0\0\0{")

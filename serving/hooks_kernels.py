@@ -1,0 +1,47 @@
+"""Kernels of our own in place of SGLang's, in the steps where they are faster.
+
+    attention   decode and verify attention of few requests (`serving.hooks_attention`)
+    linear      matrix products of few rows (`serving.hooks_linear`)
+
+Each leaves to SGLang what it does not apply to, for good once it has failed, and
+says so in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+ENVIRONMENT = "SPLITSERVE_KERNELS"
+PARTS = ("attention", "linear")
+
+
+def parse_kernels(text: str) -> tuple[str, ...]:
+    """The kernels named in the environment variable; "all" for all.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    if parts == ("all",):
+        return PARTS
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(
+            f"{ENVIRONMENT}={text!r} is not usable; allowed: all, or of {', '.join(PARTS)} with "
+            f"commas; correct {', '.join(unknown)}"
+        )
+    return parts
+
+
+def register(register_hook: Callable[..., None], kind: Any, parts: Iterable[str]) -> None:
+    """Hook what the kernels ask for."""
+    # Imported where they are asked for: both load Triton.
+    for part in parts:
+        if part == "attention":
+            from serving import hooks_attention
+
+            hooks_attention.register(register_hook, kind)
+        else:
+            from serving import hooks_linear
+
+            hooks_linear.register(register_hook, kind)
