@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from serving.facts import Gpu
 from serving.launch_spec import Launch, Setting
+from serving.leftovers import EngineRemains
 from serving.measure import Answer, Ask, Stream, record_stream
 from serving.profiles import MEASURING, Profile, Request, build_launch
 from serving.version import require_sglang
@@ -82,13 +83,14 @@ class OfflineEngine:
             from sglang import Engine
 
             self._engine = Engine(**launch.argument_dict())
+        self._remains = EngineRemains(self._engine)
         self.start_seconds = time.monotonic() - started
 
     def __enter__(self) -> OfflineEngine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._engine.shutdown()
+        self._remains.end()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for asynchronous work on the engine's own loop."""

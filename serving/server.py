@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +19,10 @@ from typing import Any
 
 from serving.host import LINE_LIMIT_BYTES, Engine, answer_from_result, launch_to_line
 from serving.launch_spec import Launch, Setting
+from serving.leftovers import NOTE_SECONDS, SharedMemoryGuard, end_session
 from serving.measure import Answer, Ask, Stream, record_stream
 from serving.ports import free_port
+from serving.processes import members
 
 Server = Engine
 """What every measurement asks of a server."""
@@ -42,6 +42,7 @@ class EngineProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process, self._log = process, log
+        self._memory = SharedMemoryGuard(lambda: members(process.pid))
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -81,14 +82,24 @@ class EngineProcess:
         self._reading = asyncio.ensure_future(self._read(reader))
         launch = launch.plus([Setting("port", free_port(), "several engines beside each other")])
         self._writer.write(launch_to_line(launch).encode() + b"\n")
+        noting = asyncio.ensure_future(self._note_memory())
         try:
             self.start_seconds = (await self._bounded(ready, START_SECONDS, "start"))[
                 "start_seconds"
             ]
+            self._memory.note()
         except BaseException:
             await self.close()
             raise
+        finally:
+            noting.cancel()
         return self
+
+    async def _note_memory(self) -> None:
+        """While the engine starts; later it is measured, and not to be disturbed."""
+        while True:
+            self._memory.note_sometimes()
+            await asyncio.sleep(NOTE_SECONDS)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -162,12 +173,13 @@ class EngineProcess:
         if self._writer is not None and self._process.poll() is None:
             self._writer.write(json.dumps({"id": -1, "op": "stop"}).encode() + b"\n")
             self._writer.close()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, STOP_SECONDS)
-        with suppress(ProcessLookupError):
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, STOP_SECONDS)
+        finally:
             # Schedulers are in the session that began with the host.
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            end_session(self._process, self._memory)
+            self._process.wait()
         if self._reading is not None:
             await asyncio.wait([self._reading])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,9 @@ from typing import Any
 
 import torch
 
+from serving.leftovers import EngineRemains
 from serving.measure import Answer, record_stream
+from serving.processes import kill_descendants
 from serving.version import require_sglang
 from splitserve.engine.arguments import (
     MAIN_RING,
@@ -34,7 +35,6 @@ from splitserve.engine.cpu_sampling import generate_rid
 from splitserve.engine.draft_loader import LOADER, update_messages
 from splitserve.engine.plugin import teach_rid
 from splitserve.engine.plugin_check import check_plugin
-from splitserve.engine.processes import kill_descendants
 from splitserve.engine.served import ServedEvaluator
 from splitserve.engine.speculative import proposal_rid
 from splitserve.messages import (
@@ -94,6 +94,7 @@ class SGLangEngine:
         self.control = ControlBlock.create()
         started = time.monotonic()
         self._engine = self._start()
+        self._remains = EngineRemains(self._engine)
         self._evaluator = ServedEvaluator(self, spec.evaluation) if spec.evaluation else None
         self.start_seconds = time.monotonic() - started
         self._loop = self._engine.loop
@@ -152,9 +153,7 @@ class SGLangEngine:
         """End SGLang: afterwards none of its processes is left."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
-        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-        # Not SGLang's own end, which kills the resource tracker too.
-        kill_descendants()
+        self._remains.end()
         self._probe_reader.close()
         self.probe_ring.close()
         self.ring.close()

@@ -374,7 +374,6 @@ class Coordinator:
 
     def _watch(self) -> None:
         for child in self._children():
-            child.note_memory()
             problem = self._problem_of(child)
             if problem is None:
                 continue

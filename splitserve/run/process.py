@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from splitserve.engine.processes import is_tracker, members
+from serving.leftovers import SharedMemoryGuard, end_session
+from serving.processes import members
 from splitserve.messages import Heartbeat, Start, Stop
-from splitserve.run.shared_memory import SharedMemoryGuard
-
-NOTE_SECONDS = 2.0
-TRACKER_SECONDS = 2.0
 
 
 class ChildProcess:
@@ -48,8 +44,7 @@ class ChildProcess:
                 start_new_session=True,
             )
         theirs.close()
-        self._memory = SharedMemoryGuard(self._process.pid)
-        self._noted = 0.0
+        self._memory = SharedMemoryGuard(lambda: members(self._process.pid))
         self.connection = Connection(ours.detach())
         self.last_seen = time.monotonic()
         self.state = "starting"
@@ -77,7 +72,12 @@ class ChildProcess:
                 self.connection.send(message)
 
     def receive(self) -> list[Any]:
-        """Everything that has arrived, without heartbeats; sets `closed` at the stream's end."""
+        """Everything that has arrived, without heartbeats; sets `closed` at the stream's end.
+
+        Notes as well what the worker would leave in /dev/shm if it were killed.
+        """
+        if self.exit_code() is None:
+            self._memory.note_sometimes()
         messages: list[Any] = []
         try:
             while self.connection.poll():
@@ -105,27 +105,9 @@ class ChildProcess:
             return "\n".join(line[:300] for line in lines[-num_lines:])
         return ""
 
-    def note_memory(self) -> None:
-        """Every few seconds, remember the named shared memory that the worker would leave."""
-        if time.monotonic() - self._noted > NOTE_SECONDS and self.exit_code() is None:
-            self._noted = time.monotonic()
-            self._memory.note()
-
     def kill(self) -> None:
         """End the worker and all that it has started, now."""
-        self._memory.note()
-        for pid in members(self._process.pid):
-            if not is_tracker(pid):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        deadline = time.monotonic() + TRACKER_SECONDS
-        while members(self._process.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._memory.remove()
+        end_session(self._process, self._memory)
         self._outbox.put(None)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_testing import make_spec, reference_states, tokens
 
+from serving.leftovers import _mapped
 from splitserve.engine import sglang_engine
 from splitserve.engine.base import EngineError
 from splitserve.engine.plugin import teach_rid
@@ -61,7 +62,15 @@ def engine(
 ) -> Iterator[SGLangEngine]:
     running = SGLangEngine(make_spec(tiny_target, ring), answers)
     yield running
+    left = [name for pid in descendants() for name in _mapped(pid) if "sglang_loads" in name]
+    left += [
+        address.removeprefix("ipc://")
+        for name, address in vars(running._engine.port_args).items()
+        if name.endswith("_ipc_name") and address
+    ]
+    assert len(left) > 1 and all(os.path.exists(name) for name in left), left
     running.close()
+    assert not [name for name in left if os.path.exists(name)]
     assert descendants() == [] or all("resource_tracker" in _command(p) for p in descendants())
 
 

@@ -44,3 +44,36 @@ def test_semaphores_of_a_killed_worker_are_unlinked(tmp_path: Path) -> None:
     child.close()
     assert not semaphore.exists()
     assert not members(child.pid)
+
+
+BLOCK = """
+import mmap, os, pathlib, sys, time
+fd = os.open(sys.argv[2], os.O_CREAT | os.O_RDWR, 0o600)
+os.ftruncate(fd, 4096)
+block = mmap.mmap(fd, 4096)
+pathlib.Path(sys.argv[1]).write_text("made")
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
+@pytest.mark.parametrize("seconds", [600.0, 3.0])
+def test_blocks_of_a_worker_are_removed_however_it_ends(tmp_path: Path, seconds: float) -> None:
+    told = tmp_path / "made"
+    block = Path("/dev/shm") / f"sglang_loads_test_{tmp_path.parent.name}_{seconds:g}.shm"
+    command = [sys.executable, "-c", BLOCK, str(told), str(block), str(seconds)]
+    child = Killable(command, tmp_path / "log")
+    try:
+        # As everybody does who has a worker: ask it again and again.
+        deadline = time.monotonic() + 30
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child._memory._noted = 0.0
+        child.receive()
+        if seconds < 60:
+            child._process.wait()
+        assert block.exists()
+        child.close()
+        assert not block.exists()
+    finally:
+        block.unlink(missing_ok=True)
