@@ -1,0 +1,286 @@
+"""A decode step's linear products by kernels of our own, where they are faster on this GPU.
+
+SGLang's unquantized layers, and both ways to the lm_head, go through `Products`. It takes products
+of up to 16 rows with bfloat16 or float16 weights; a larger batch, a quantized layer, an lm_head
+with LoRA or float32 logits, and anything under torch.compile or batch-invariant operators stays
+SGLang's. A layer's own LoRA is added to its base product, which may be ours.
+
+SGLang runs a graph's body twice before it captures it. At the first product of a shape in there,
+candidates and SGLang's own product are timed on that weight, and the shape keeps the fastest; in a
+capture nothing is timed or compiled. Timings vary, and other kernels round otherwise: where answers
+must repeat byte by byte, SPLITSERVE_LINEAR_CHOICES names a file. Choices in it are taken as they
+are, what is missing is timed and added, so a second start repeats the first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+CHOICES = "SPLITSERVE_LINEAR_CHOICES"
+"""Path of a file of choices; unset, every start times."""
+APPLY = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
+HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+DRAFT_HEAD = "sglang.srt.models.dspark.project_through_lm_head"
+MAX_ROWS = 16
+DTYPES = (torch.bfloat16, torch.float16)
+PLAIN_METHODS = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
+"""Of an lm_head whose product SGLang computes with its plain weight."""
+LIBRARY = "library"
+LOG_MARK = "kernels: "
+"""Every line that this writes into SGLang's log has it."""
+
+logger = logging.getLogger("serving.kernels")
+
+
+class Shape(NamedTuple):
+    """What shares a choice."""
+
+    num_out: int
+    num_in: int
+    rows: int
+    """The bucket: 8 or 16."""
+    dtype: str
+    bias: bool
+
+    def __str__(self) -> str:
+        bias = " with bias" if self.bias else ""
+        return f"{self.num_out}x{self.num_in} up to {self.rows} rows {self.dtype}{bias}"
+
+
+class KeptChoices:
+    """A file of choices, one JSON object a line; the first line of a shape counts.
+
+    Ranks of a server write into one file: each adds its choice and takes what then comes first.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises ValueError for a file that cannot be read or holds something else."""
+        self.path = path
+        self.names = self.read()
+
+    def read(self) -> dict[Shape, str]:
+        if self.path is None or not self.path.exists():
+            return {}
+        names: dict[Shape, str] = {}
+        try:
+            for line in self.path.read_text().splitlines():
+                found = json.loads(line)
+                name = found.pop("choice")
+                if not isinstance(name, str):
+                    raise TypeError(f"choice {name!r}")
+                names.setdefault(Shape(**found), name)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{CHOICES}={self.path} is no file of choices ({error}); allowed: one that a "
+                "server wrote, and one that does not exist yet; remove it or name another"
+            ) from error
+        return names
+
+    def keep(self, shape: Shape, name: str) -> str:
+        """Add a choice; gives the one that counts."""
+        if self.path is None:
+            return name
+        # One short write in append mode is not torn by another process's.
+        with self.path.open("a") as file:
+            file.write(json.dumps({**shape._asdict(), "choice": name}) + "\n")
+        self.names = self.read()
+        return self.names[shape]
+
+
+@dataclass
+class Plan:
+    """How a shape is computed."""
+
+    config: Any = None
+    """None: SGLang's product, for good."""
+    counters: dict[int, Any] = field(default_factory=dict)
+    """By a weight's address: two weights may be multiplied at once, one weight not."""
+
+
+def register(register_hook: Callable[..., None], kind: Any) -> None:
+    """Hook the products. Raises ValueError for a bad file of choices."""
+    path = os.environ.get(CHOICES)
+    products = Products(KeptChoices(Path(path) if path else None))
+    register_hook(APPLY, products.linear, kind.AROUND)
+    register_hook(HEAD, products.head, kind.AROUND)
+    register_hook(DRAFT_HEAD, products.draft_head, kind.AROUND)
+
+
+class Products:
+    """The hooks' state in one scheduler process."""
+
+    def __init__(self, kept: KeptChoices) -> None:
+        self.kept = kept
+        self.plans: dict[Shape, Plan] = {}
+        self.kernels: Any = None
+
+    def linear(
+        self, original: Callable[..., Any], method: Any, layer: Any, x: Any, bias: Any = None
+    ) -> Any:
+        """Instead of UnquantizedLinearMethod.apply."""
+        # The first is a constant while torch.compile traces, which must not guard on x's shape.
+        if torch.compiler.is_compiling() or x.shape[0] > MAX_ROWS:
+            return original(method, layer, x, bias)
+        y = self.product(layer.weight, x, bias, lambda x: original(method, layer, x, bias))
+        return original(method, layer, x, bias) if y is None else y
+
+    def head(
+        self,
+        original: Callable[..., Any],
+        processor: Any,
+        hidden_states: Any,
+        lm_head: Any,
+        embedding_bias: Any = None,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Instead of LogitsProcessor._compute_lm_head, which adds no bias to a plain weight."""
+
+        def library(x: Any) -> Any:
+            return original(processor, x, lm_head, embedding_bias)
+
+        if (
+            not torch.compiler.is_compiling()
+            and hidden_states.shape[0] <= MAX_ROWS
+            and is_plain_head(lm_head)
+            # A processor without these is one that we do not know.
+            and not getattr(processor, "use_fp32_lm_head", True)
+            and not getattr(processor, "use_fp32_lm_head_output", True)
+            and getattr(processor, "rl_on_policy_target", "unknown") is None
+        ):
+            y = self.product(lm_head.weight, hidden_states, None, library)
+            if y is not None:
+                return y
+        return original(processor, hidden_states, lm_head, embedding_bias, out=out)
+
+    def draft_head(self, original: Callable[..., Any], hidden: Any, lm_head: Any) -> Any:
+        """Instead of a DSpark draft's product with the target's lm_head."""
+        if (
+            not torch.compiler.is_compiling()
+            and hidden.shape[0] <= MAX_ROWS
+            and is_plain_head(lm_head)
+        ):
+            y = self.product(lm_head.weight, hidden, None, lambda x: original(x, lm_head))
+            if y is not None:
+                return y
+        return original(hidden, lm_head)
+
+    def product(
+        self, weight: Any, x: Any, bias: Any, library: Callable[[Any], Any]
+    ) -> torch.Tensor | None:
+        """The product by a kernel; None where SGLang's is to run."""
+        if not is_served(weight, x):
+            return None
+        rows = 8 if x.shape[0] <= 8 else MAX_ROWS
+        dtype = str(x.dtype).removeprefix("torch.")
+        shape = Shape(weight.shape[0], weight.shape[1], rows, dtype, bias is not None)
+        plan = self.plans.get(shape)
+        try:
+            if plan is None:
+                if is_capturing():
+                    return None
+                plan = self.plans[shape] = Plan()
+                self.decide(plan, shape, weight, bias, library)
+            return None if plan.config is None else self.run(plan, weight, x, bias)
+        except Exception as error:
+            # Serving goes on whatever a kernel, a driver or the file does.
+            self.plans[shape] = Plan()
+            logger.warning("%s%s stays SGLang's: %r", LOG_MARK, shape, error)
+            return None
+
+    def decide(
+        self, plan: Plan, shape: Shape, weight: Any, bias: Any, library: Callable[[Any], Any]
+    ) -> None:
+        """Fill in a shape's plan, from the file or by timing."""
+        if is_batch_invariant():
+            logger.warning("%s%s stays SGLang's: batch-invariant operators", LOG_MARK, shape)
+            return
+        if self.kernels is None:
+            from serving.kernels import skinny_linear
+
+            self.kernels = skinny_linear
+        name = self.kept.names.get(shape)
+        if name is None:
+            found = self.kernels.choose(weight, shape.rows, library=library, bias=bias)
+            for failed, why in found.failed.items():
+                logger.warning("%s%s: %s is left out: %s", LOG_MARK, shape, failed, why)
+            name = self.kept.keep(shape, found.name)
+            # The choice and the fastest of the other side.
+            times = found.microseconds
+            others = [key for key in times if (key == LIBRARY) != (found.name == LIBRARY)]
+            named = [found.name, *sorted(others, key=times.__getitem__)[:1]]
+            told = ", ".join(f"{key} {times[key]:.1f} us" for key in named)
+            if name != found.name:
+                told = f"{name}, as kept by another rank"
+        else:
+            told = f"{name}, from {self.kept.path}"
+        if name != LIBRARY:
+            plan.config = self.kernels.Config.parse(name)
+        logger.warning("%s%s: %s", LOG_MARK, shape, told)
+
+    def run(self, plan: Plan, weight: Any, x: Any, bias: Any) -> torch.Tensor | None:
+        """The kernel; None where this one call cannot use it."""
+        if self.kernels.why_not(x, weight, bias):
+            return None
+        counters, place = None, weight.data_ptr()
+        if plan.config.split_k > 1:
+            counters = plan.counters.get(place)
+            if counters is None:
+                # Memory of a capture belongs to its graph, and would be set to 0 by it alone.
+                if is_capturing():
+                    return None
+                counters = plan.counters[place] = self.kernels.make_counters(weight, plan.config)
+        y: torch.Tensor = self.kernels.skinny_linear(
+            x, weight, bias, config=plan.config, counters=counters
+        )
+        return y
+
+
+def is_served(weight: Any, x: Any) -> bool:
+    """Whether a product is of the kind that is looked at at all."""
+    return (
+        x.dim() == 2
+        and x.shape[0] > 0
+        and x.dtype in DTYPES
+        and weight.dtype == x.dtype
+        # A quantized tensor can call itself bfloat16, and is of a class of its own.
+        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and weight.dim() == 2
+        and weight.shape[1] == x.shape[1]
+        and not weight.requires_grad
+        and is_on_gpu(x)
+        and weight.device == x.device
+    )
+
+
+def is_plain_head(lm_head: Any) -> bool:
+    """Whether SGLang would multiply with the lm_head's weight as it is."""
+    method = getattr(lm_head, "quant_method", None)
+    return (
+        hasattr(lm_head, "weight")
+        and not hasattr(lm_head, "set_lora")
+        and (method is None or type(method).__name__ in PLAIN_METHODS)
+    )
+
+
+def is_on_gpu(x: Any) -> bool:
+    return bool(x.is_cuda)
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def is_batch_invariant() -> bool:
+    """Whether SGLang promises results that do not depend on the batch."""
+    from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+
+    return bool(is_batch_invariant_mode_enabled())

@@ -1,0 +1,573 @@
+"""y = x W^T for few rows: a decode step's products, bound by how fast W is read.
+
+A program owns a tile of W's rows and a part of its columns, streams them through a ring of shared
+memory and multiplies them with the same columns of x on the tensor cores, W as the left operand:
+its rows fill the instruction's height of 16 or 64, the few rows of x its width. Where W has too
+few rows to keep every multiprocessor busy, its columns are split, and the last program of a tile
+adds the parts in their order, in the same launch. A row of y depends on its row of x and on the
+configuration alone: not on the other rows, not on their number, not on who came last.
+
+The number of programs is chosen close to a multiple of what the device holds at once, and
+`choose` times candidates and the library's product on the weight itself.
+
+Import this module only where it is used: triton is absent on some platforms, and decides at import
+whether TRITON_INTERPRET=1 makes it run on the CPU.
+
+Shapes: M rows of x, N rows of W, K columns of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_ROWS = 32
+DTYPES = (torch.bfloat16, torch.float16)
+NUM_CANDIDATES = 8
+ROUNDS = 15
+"""Timings of each candidate; the median counts."""
+LEAST_GAIN = 0.03
+"""Share of the library's time that a kernel must save, and a candidate against one before it."""
+MOST_ERROR = 0.02
+"""RMS of the difference to the library's product, relative to that product."""
+LIBRARY = "library"
+
+_MULTIPROCESSORS = 132
+"""Of an H200; stands in where there is no device to ask."""
+_SHARED_BYTES = 227 * 1024
+_BYTES_PER_NS = 4200.0
+"""What an H200 reads, to weigh idle programs against the cost of splitting."""
+_SPLIT_NS, _PART_NS, _WAVE_NS = 900.0, 40.0, 400.0
+"""Guesses of what merging costs, of each part's share, and of filling each wave's rings."""
+_SLACK = 1.25
+"""What a multiprocessor can read in relation to its share of the device's bandwidth."""
+_LINE: tl.constexpr = tl.constexpr(64)
+"""16-bit values in a line of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is cut. `str` and `parse` give and take its name in logs and files."""
+
+    block_m: int
+    """Rows of x with padding: a power of two, 8 or more."""
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    split_k: int = 1
+    tma: bool = False
+    """Copies by the tensor memory accelerator, from Hopper on."""
+    pdl: bool = False
+    """Programmatic dependent launch: the start overlaps the end of the kernel before."""
+
+    def __str__(self) -> str:
+        numbers = (
+            f"m{self.block_m}n{self.block_n}k{self.block_k}"
+            f"s{self.num_stages}w{self.num_warps}p{self.split_k}"
+        )
+        return numbers + "t" * self.tma + "d" * self.pdl
+
+    @classmethod
+    def parse(cls, name: str) -> Config:
+        """Raises ValueError for what is no name of a configuration."""
+        found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)s(\d+)w(\d+)p(\d+)(t?)(d?)", name)
+        if not found:
+            raise ValueError(
+                f"{name!r} names no product; allowed: {LIBRARY} and names such as "
+                f"{cls(8, 64, 128, 5, 4)}; correct it"
+            )
+        m, n, k, stages, warps, split = (int(text) for text in found.groups()[:6])
+        return cls(m, n, k, stages, warps, split, tma=bool(found[7]), pdl=bool(found[8]))
+
+    def num_tiles(self, num_out: int) -> int:
+        return -(-num_out // self.block_n)
+
+    @property
+    def shared_bytes(self) -> int:
+        """As Triton 3.6 lays it out: operands that pass through registers free a buffer early."""
+        from_shared = self.block_m >= 16 and self.block_n >= 64
+        num_buffers = self.num_stages if from_shared else self.num_stages - 1
+        return num_buffers * (self.block_n + self.block_m) * self.block_k * 2
+
+
+# tl.zeros, tl.cdiv and the like are jitted themselves, for the device, if triton was imported
+# before TRITON_INTERPRET was set; hence the spelled-out forms.
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    x_desc,
+    w_desc,
+    bias_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    rows,
+    N,
+    K,
+    w_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`rows` is not specialized: a graph's capture must find the kernel compiled, whatever M is."""
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_row = (m < rows)[None, :]
+    steps = (K + BLOCK_K - 1) // BLOCK_K
+    first = part * steps // SPLIT
+    last = (part + 1) * steps // SPLIT
+    # N * K passes 2^31 for large vocabularies. Rows past the end repeat the last one: a copy
+    # without a mask, whose products are not stored.
+    w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_stride
+    if PDL:
+        # The next kernel may be set up from now on; it waits for this one's end by itself.
+        gdc_launch_dependents()
+        # W never changes, so its first columns come to L2 while the kernel before still runs.
+        # All else, x and the memory that is written, may be in use until then.
+        ahead = first * BLOCK_K + tl.arange(0, (STAGES - 1) * BLOCK_K // _LINE) * _LINE
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(w_rows + tl.minimum(ahead, K - 1)[None, :]).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        gdc_wait()
+    w_at = w_rows + k[None, :]
+    x_at = x_ptr + m[None, :] * K + k[:, None]
+    acc = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        start = step * BLOCK_K
+        if w_desc is not None:
+            w = w_desc.load([tile * BLOCK_N, start])
+            x = x_desc.load([0, start]).T
+        elif EVEN_K:
+            # W is read once, x by every program, so W may leave L2 first. Triton drops the hint
+            # where the load becomes an asynchronous copy.
+            w = tl.load(w_at + start, eviction_policy="evict_first")
+            x = tl.load(x_at + start, mask=is_row, other=0.0)
+        else:
+            inside = start + k < K
+            w = tl.load(
+                w_at + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            x = tl.load(x_at + start, mask=is_row & inside[:, None], other=0.0)
+        acc = _add_product(acc, w, x, UPCAST)
+    if SPLIT > 1:
+        within = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        parts = partial_ptr + tile * (SPLIT * BLOCK_N * BLOCK_M) + within
+        tl.store(parts + part * (BLOCK_N * BLOCK_M), acc, mask=is_row)
+        # Every thread's part is written before the one thread that counts goes on (the barrier),
+        # and is visible to the whole device before its count is (release). Whoever counts last
+        # has, by the same operation, acquired all counts before its own, so it sees all parts;
+        # the count comes to its other threads behind a barrier.
+        tl.debug_barrier()
+        count = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if count == SPLIT - 1:
+            # All have counted: the next launch, which starts behind this one, finds 0 again.
+            tl.store(counter_ptr + tile, 0)
+            # In the parts' order, own part included: sums do not hang on who came last. Read from
+            # L2, where the parts are.
+            total = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(
+                    parts + other * (BLOCK_N * BLOCK_M),
+                    mask=is_row,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+            _store(total, bias_ptr, y_ptr, m, n, is_row, N)
+    else:
+        _store(acc, bias_ptr, y_ptr, m, n, is_row, N)
+
+
+@triton.jit
+def _add_product(acc, w, x, UPCAST: tl.constexpr):
+    """The interpreter multiplies the bits of bfloat16 as integers; `UPCAST` spares it that."""
+    if UPCAST:
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc)
+    else:
+        return tl.dot(w, x, acc)
+
+
+@triton.jit
+def _store(acc, bias_ptr, y_ptr, m, n, is_row, N):
+    """Add the bias in float32, round once."""
+    is_out = n < N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    at = y_ptr + m[None, :] * N + n[:, None]
+    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=is_row & is_out[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _silu_mul_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    rows,
+    N,
+    K,
+    w_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """N gate rows of W, then N up rows; a program takes BLOCK_N of each."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_row = (m < rows)[None, :]
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    gate_at = w_ptr + row[:, None] * w_stride + k[None, :]
+    up_at = w_ptr + (row + N)[:, None] * w_stride + k[None, :]
+    x_at = x_ptr + m[None, :] * K + k[:, None]
+    gate = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
+    up = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            x = tl.load(x_at + start, mask=is_row, other=0.0)
+            w_gate = tl.load(gate_at + start, eviction_policy="evict_first")
+            w_up = tl.load(up_at + start, eviction_policy="evict_first")
+        else:
+            inside = start + k < K
+            x = tl.load(x_at + start, mask=is_row & inside[:, None], other=0.0)
+            w_gate = tl.load(gate_at + start, mask=inside[None, :], other=0.0)
+            w_up = tl.load(up_at + start, mask=inside[None, :], other=0.0)
+        gate = _add_product(gate, w_gate, x, UPCAST)
+        up = _add_product(up, w_up, x, UPCAST)
+    # Rounded as the product that an activation kernel would read.
+    gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
+    up = up.to(y_ptr.dtype.element_ty).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    at = y_ptr + m[None, :] * N + n[:, None]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_row & (n < N)[:, None])
+
+
+def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
+    """Why the kernels cannot compute this product; empty if they can."""
+    for bad, why in (
+        (x.dim() != 2 or weight.dim() != 2, "not two dimensions"),
+        (not 0 < x.shape[0] <= MAX_ROWS, f"not 1 to {MAX_ROWS} rows"),
+        (x.shape[-1] != weight.shape[-1], "sizes that do not fit"),
+        (x.dtype not in DTYPES or weight.dtype != x.dtype, "another type"),
+        (not x.is_contiguous() or weight.stride(-1) != 1, "rows with gaps"),
+        # A pointer's alignment is part of what is compiled, and nothing compiles in a capture.
+        (x.data_ptr() % 16 or weight.data_ptr() % 16, "unaligned memory"),
+        (weight.shape[-1] % 8 or weight.stride(0) % 8, "unaligned rows"),
+        (bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()), "another bias"),
+    ):
+        if bad:
+            return why
+    return ""
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    config: Config | None = None,
+    counters: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + bias with sums in float32, rounded once; no gradients.
+
+    Args:
+        x: bfloat16 or float16 [M, K], contiguous, M at most MAX_ROWS.
+        weight: [N, K] in the same type, each row contiguous.
+        bias: [N] in the same type.
+        config: by default the first of `candidates`.
+        counters: what `make_counters` gives, for products that never run at the same time; each
+            leaves it at 0. By default new ones.
+        out: [M, N], contiguous.
+
+    Raises:
+        ValueError: a product that `why_not` refuses.
+    """
+    if why := why_not(x, weight, bias):
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}: {why}; "
+            "use torch.nn.functional.linear"
+        )
+    (rows, num_in), num_out = x.shape, weight.shape[0]
+    if config is None:
+        config = candidates(rows, num_out, num_in)[0]
+    assert rows <= config.block_m, f"{config} takes fewer than {rows} rows"
+    y = torch.empty(rows, num_out, dtype=x.dtype, device=x.device) if out is None else out
+    partial = None
+    if config.split_k > 1:
+        num_values = config.num_tiles(num_out) * config.split_k * config.block_n * config.block_m
+        partial = torch.empty(num_values, dtype=torch.float32, device=x.device)
+        if counters is None:
+            counters = make_counters(weight, config)
+    x_desc = w_desc = None
+    if config.tma:
+        x_desc = TensorDescriptor(x, [rows, num_in], [num_in, 1], [config.block_m, config.block_k])
+        w_desc = TensorDescriptor(
+            weight, list(weight.shape), list(weight.stride()), [config.block_n, config.block_k]
+        )
+    with torch.cuda.device_of(x):
+        _linear_kernel[(config.num_tiles(num_out) * config.split_k,)](
+            *(x, weight, x_desc, w_desc, bias, y, partial, counters),
+            *(rows, num_out, num_in, weight.stride(0)),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            SPLIT=config.split_k,
+            STAGES=config.num_stages,
+            EVEN_K=num_in % config.block_k == 0,
+            PDL=config.pdl,
+            UPCAST=not x.is_cuda,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **({"launch_pdl": True} if config.pdl else {}),
+        )
+    return y
+
+
+def make_counters(weight: torch.Tensor, config: Config) -> torch.Tensor | None:
+    """int32 zeros, one for each tile; None where nothing is split."""
+    if config.split_k == 1:
+        return None
+    return torch.zeros(config.num_tiles(weight.shape[0]), dtype=torch.int32, device=weight.device)
+
+
+def skinny_silu_mul_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, config: Config | None = None
+) -> torch.Tensor:
+    """silu(x G^T) * (x U^T), [M, N], for a weight [2 N, K] of G's rows, then U's.
+
+    Both products are rounded to their type before the activation, as where it is a kernel of its
+    own. `config` splits nothing and uses no TMA.
+
+    Raises:
+        ValueError: as `skinny_linear`, or an odd number of rows.
+    """
+    why = why_not(x, weight) or ("an odd number of rows" if weight.shape[0] % 2 else "")
+    if why:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: {why}; use two kernels"
+        )
+    (rows, num_in), num_out = x.shape, weight.shape[0] // 2
+    config = config or Config(row_bucket(rows), 32, 128, 5, 4)
+    assert config.split_k == 1 and not config.tma and rows <= config.block_m, f"{config} here"
+    y = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        _silu_mul_kernel[(config.num_tiles(num_out),)](
+            *(x, weight, y, rows, num_out, num_in, weight.stride(0)),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            STAGES=config.num_stages,
+            EVEN_K=num_in % config.block_k == 0,
+            UPCAST=not x.is_cuda,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return y
+
+
+# --- what to run --------------------------------------------------------------------------------
+
+_TILES = (
+    # block_n, block_k, num_stages, num_warps, tma, least block_m. Three programs fit on a
+    # multiprocessor with 72 KB each, two with 108 KB; 32 KB on their way are enough for one.
+    (64, 128, 5, 4, False, 8),
+    (64, 128, 5, 4, True, 8),
+    (32, 256, 5, 4, False, 8),
+    (32, 256, 5, 4, True, 8),
+    (64, 256, 4, 4, True, 16),
+    (128, 128, 4, 4, True, 8),
+    (64, 128, 3, 4, False, 16),
+    (16, 256, 6, 4, False, 8),
+    (32, 128, 6, 4, False, 8),
+    (16, 128, 5, 2, False, 8),
+)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that share a choice: the least of 8, 16 and 32 that takes them."""
+    assert 0 < rows <= MAX_ROWS, f"{rows} rows"
+    return 8 if rows <= 8 else 16 if rows <= 16 else 32
+
+
+@functools.lru_cache(maxsize=1024)
+def candidates(
+    rows: int, num_out: int, num_in: int, num_multiprocessors: int = 0, tma: bool = False
+) -> tuple[Config, ...]:
+    """At most NUM_CANDIDATES configurations, the likely ones first.
+
+    Args:
+        num_multiprocessors: of the device; by default those of an H200.
+        tma: whether the device copies by tensor maps.
+    """
+    bucket, found = row_bucket(rows), []
+    num = num_multiprocessors or _MULTIPROCESSORS
+    for block_n, block_k, num_stages, num_warps, with_tma, least_m in _TILES:
+        if with_tma and not tma:
+            continue
+        whole = Config(max(bucket, least_m), block_n, block_k, num_stages, num_warps, tma=with_tma)
+        # A newer Triton may take one buffer more.
+        while whole.shared_bytes * (1 + 1 / whole.num_stages) > _SHARED_BYTES:
+            whole = replace(whole, num_stages=whole.num_stages - 1)
+        steps = -(-num_in // block_k)
+        splits = [split for split in _SPLITS if split == 1 or split * 2 <= steps]
+        found += [
+            min(
+                (
+                    (estimate(config, rows, num_out, num_in, num), config)
+                    for config in (replace(whole, split_k=split) for split in splits)
+                ),
+                key=lambda pair: pair[0],
+            )
+        ]
+    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))[:NUM_CANDIDATES]
+
+
+def estimate(config: Config, rows: int, num_out: int, num_in: int, num: int) -> float:
+    """Nanoseconds on `num` multiprocessors of an H200: rough, to order candidates.
+
+    The device is full while programs wait; those of the last wave lie on the fewest that each
+    multiprocessor can have. Every program reads x again, from L2.
+    """
+    programs = config.num_tiles(num_out) * config.split_k
+    held = max(1, _SHARED_BYTES // (config.shared_bytes + 1024))
+    waves, rest = divmod(programs, num * held)
+    balance = min(1.0, _SLACK * programs / num / (waves * held + math.ceil(rest / num)))
+    again = 0.25 * rows / config.block_n
+    fill = _WAVE_NS * (waves + (rest > 0))
+    merge = _SPLIT_NS + _PART_NS * config.split_k if config.split_k > 1 else 0.0
+    return num_out * num_in * 2 / _BYTES_PER_NS / balance * (1 + again) + merge + fill
+
+
+class Choice(NamedTuple):
+    """What a product runs with."""
+
+    config: Config | None
+    """None is the library."""
+    microseconds: dict[str, float]
+    """By name, the library's included; empty where nothing was timed."""
+    failed: dict[str, str]
+    """Candidates that raised or gave other values, with what they did."""
+
+    @property
+    def name(self) -> str:
+        return LIBRARY if self.config is None else str(self.config)
+
+
+def choose(
+    weight: torch.Tensor,
+    rows: int,
+    *,
+    library: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    bias: torch.Tensor | None = None,
+    configs: Sequence[Config] | None = None,
+    timer: Callable[[Sequence[Callable[[], Any]]], list[float]] | None = None,
+) -> Choice:
+    """The fastest product with this weight, from memory, outside of graph capture.
+
+    A candidate that fails or differs from the library's product is left out. The library stays
+    unless a candidate saves LEAST_GAIN, and an earlier candidate unless a later one does: two
+    starts then rarely differ, but they can, so the caller logs the choice and may fix it.
+
+    Args:
+        weight: as for `skinny_linear`.
+        rows: their bucket is timed.
+        library: the product that would run otherwise, of x alone; by default
+            torch.nn.functional.linear.
+        configs: by default `candidates` for the weight's device.
+        timer: gives microseconds for each of some calls; by default `time_cold`.
+    """
+    bucket = row_bucket(rows)
+    if configs is None:
+        configs = device_candidates(weight, bucket)
+    library = library or (lambda x: F.linear(x, weight, bias))
+    # Of its own, so that what is sampled later stays what it was.
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(bucket, weight.shape[1], device=weight.device, generator=generator)
+    x = x.to(weight.dtype)
+    expected = library(x).float()
+    calls: dict[str, Callable[[], Any]] = {LIBRARY: functools.partial(library, x)}
+    failed = {}
+    for config in configs:
+        call = functools.partial(
+            skinny_linear, x, weight, bias, config=config, counters=make_counters(weight, config)
+        )
+        try:
+            error = float((call().float() - expected).norm() / expected.norm().clamp(min=1e-30))
+        except Exception as problem:
+            failed[str(config)] = f"{type(problem).__name__}: {problem}"[:200]
+            continue
+        if error <= MOST_ERROR:
+            calls[str(config)] = call
+        else:
+            failed[str(config)] = f"differs by {error:.1e}"
+    del expected
+    timed = dict(zip(calls, (timer or time_cold)(list(calls.values())), strict=True))
+    best = LIBRARY
+    for name, microseconds in timed.items():
+        if microseconds < timed[best] * (1 - LEAST_GAIN):
+            best = name
+    return Choice(None if best == LIBRARY else Config.parse(best), timed, failed)
+
+
+def device_candidates(weight: torch.Tensor, rows: int) -> tuple[Config, ...]:
+    """`candidates` for the device on which a weight is."""
+    if not weight.is_cuda:
+        return candidates(rows, *weight.shape)
+    found = torch.cuda.get_device_properties(weight.device)
+    return candidates(rows, *weight.shape, found.multi_processor_count, found.major >= 9)
+
+
+def time_cold(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Median microseconds of each call on the GPU, with nothing of its inputs in L2.
+
+    Between calls a buffer of four times L2 is read: written, its lines would have to leave L2
+    while the next call runs. That also takes longer than the launch of a call, so that the GPU
+    never waits for the host. The calls take turns, which spreads what the clocks do.
+    """
+    size = 4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    buffer = torch.zeros(max(size, 64 << 20) // 4, dtype=torch.float32, device="cuda")
+    events = [
+        [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in calls]
+        for _ in range(ROUNDS)
+    ]
+    for row in events:
+        for call, (start, end) in zip(calls, row, strict=True):
+            buffer.sum()
+            start.record()
+            call()
+            end.record()
+    torch.cuda.synchronize()
+    return [
+        statistics.median(row[place][0].elapsed_time(row[place][1]) for row in events) * 1e3
+        for place in range(len(calls))
+    ]

@@ -1,0 +1,389 @@
+"""Products of few rows against float64: on the device, or in Triton's interpreter without one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from serving import kernels as package
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+ROWS = (1, 5, 8, 16)
+# One program a tile, splits that do and do not divide the steps, and both by tensor maps.
+CONFIGS = (
+    "m16n32k64s3w4p1",
+    "m16n64k128s4w4p2",
+    "m16n16k64s3w2p3",
+    "m16n32k64s3w4p1t",
+    "m16n64k64s4w4p4t",
+)
+
+
+@pytest.fixture(scope="module")
+def skinny() -> Iterator[ModuleType]:
+    """The module; without a device a copy for Triton's interpreter."""
+    if CUDA:
+        from serving.kernels import skinny_linear
+
+        yield skinny_linear
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield copy_module("interpreted_skinny_linear", patch)
+
+
+def copy_module(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
+    """The module once more: Triton chooses what a kernel becomes when it is decorated."""
+    spec = importlib.util.spec_from_file_location(name, package.__path__[0] + "/skinny_linear.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.empty gives is NaN, so that nothing unwritten is read or returned."""
+    empty = torch.empty
+
+    def nan_empty(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", nan_empty)
+
+
+def make(
+    rows: int, num_out: int, num_in: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and bias, each with NaN behind its rows, and the weight behind its columns."""
+    g = torch.Generator().manual_seed(seed)
+    x, weight = torch.full((rows + 40, num_in), float("nan")), None
+    weight = torch.full((num_out + 70, num_in + 8), float("nan"))
+    bias = torch.full((num_out + 70,), float("nan"))
+    x[:rows] = torch.randn(rows, num_in, generator=g)
+    weight[:num_out, :num_in] = torch.randn(num_out, num_in, generator=g) / num_in**0.5
+    bias[:num_out] = torch.randn(num_out, generator=g)
+    x, weight, bias = (t.to(DEVICE, dtype) for t in (x, weight, bias))
+    return x[:rows], weight[:num_out, :num_in], bias[:num_out]
+
+
+def assert_product(
+    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Half a unit in the last place of the type, and float32's rounding of the sum.
+
+    A whole unit for bfloat16 in the interpreter, which cuts digits off where a device rounds.
+    """
+    units = 1.0 if y.dtype == torch.bfloat16 and not CUDA else 0.5
+    x, weight = x.double(), weight.double()
+    expected, size = x @ weight.T, x.abs() @ weight.abs().T
+    if bias is not None:
+        expected = expected + bias.double()
+    allowed = torch.finfo(y.dtype).eps * units * 1.01 * expected.abs() + 1e-6 * size + 1e-6
+    worst = ((y.double() - expected).abs() / allowed).max()
+    # NaN is in no bound.
+    assert worst <= 1.0, f"{float(worst):.2f} of what is allowed"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_equal_float64(skinny: ModuleType, nan_memory: None, name: str, rows: int) -> None:
+    """100 rows and 264 columns fit no tile."""
+    x, weight, bias = make(rows, 100, 264, seed=rows)
+    config = skinny.Config.parse(name)
+    assert_product(skinny.skinny_linear(x, weight, config=config), x, weight)
+    assert_product(skinny.skinny_linear(x, weight, bias, config=config), x, weight, bias)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_whole_tiles_and_float16(skinny: ModuleType, nan_memory: None, name: str) -> None:
+    x, weight, bias = make(7, 64, 512, torch.float16)
+    y = skinny.skinny_linear(x, weight, bias, config=skinny.Config.parse(name))
+    assert y.dtype == torch.float16
+    assert_product(y, x, weight, bias)
+
+
+@pytest.mark.parametrize("name", ["m8n32k64s3w4p1", "m8n16k64s3w4p2t", "m32n32k64s3w4p2"])
+def test_other_paddings(skinny: ModuleType, nan_memory: None, name: str) -> None:
+    config = skinny.Config.parse(name)
+    for rows in (1, config.block_m):
+        x, weight, bias = make(rows, 40, 200)
+        assert_product(skinny.skinny_linear(x, weight, bias, config=config), x, weight, bias)
+
+
+def test_parts_without_columns_and_a_single_value(skinny: ModuleType, nan_memory: None) -> None:
+    for num_in in (8, 40, 72):
+        x, weight, bias = make(3, 1, num_in)
+        y = skinny.skinny_linear(x, weight, bias, config=skinny.Config.parse("m8n16k64s3w4p4"))
+        assert_product(y, x, weight, bias)
+
+
+def test_a_long_sum(skinny: ModuleType, nan_memory: None) -> None:
+    x, weight, _ = make(8, 20, 12288)
+    y = skinny.skinny_linear(x, weight, config=skinny.Config.parse("m8n32k512s3w4p3"))
+    assert_product(y, x, weight)
+
+
+@pytest.mark.parametrize("name", ["m16n32k64s3w4p1", "m16n32k64s3w4p3"])
+def test_a_row_does_not_depend_on_the_others(skinny: ModuleType, name: str) -> None:
+    x, weight, _ = make(16, 70, 300 // 8 * 8)
+    config = skinny.Config.parse(name)
+    whole = skinny.skinny_linear(x, weight, config=config)
+    for rows in (1, 6):
+        assert torch.equal(skinny.skinny_linear(x[:rows], weight, config=config), whole[:rows])
+
+
+def test_calls_repeat_and_leave_the_counters_at_zero(skinny: ModuleType, nan_memory: None) -> None:
+    x, weight, bias = make(8, 100, 512)
+    config = skinny.Config.parse("m8n32k64s3w4p4")
+    counters = skinny.make_counters(weight, config)
+    assert counters.tolist() == [0] * 4
+    results = []
+    for _ in range(3):
+        out = torch.full((8, 100), float("nan"), dtype=x.dtype, device=DEVICE)
+        y = skinny.skinny_linear(x, weight, bias, config=config, counters=counters, out=out)
+        assert y is out
+        assert counters.tolist() == [0] * 4
+        results.append(y)
+    assert_product(results[0], x, weight, bias)
+    assert all(torch.equal(results[0], y) for y in results[1:])
+    assert skinny.make_counters(weight, skinny.Config.parse("m8n32k64s3w4p1")) is None
+
+
+@pytest.mark.skipif(CUDA, reason="the rows lie in memory that is reserved, not had")
+@pytest.mark.parametrize("name", ["m8n16k64s3w4p1", "m8n16k64s3w4p1t"])
+def test_rows_beyond_two_to_the_31(skinny: ModuleType, name: str) -> None:
+    """Rows 2^30 values apart: the third begins at 2^31. Only the pages that are touched exist."""
+    noreserve = 0x4000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve
+    apart, num_in = 1 << 30, 128
+    try:
+        memory = mmap.mmap(-1, 2 * (2 * apart + num_in), flags=flags)
+    except OSError as error:
+        pytest.skip(f"4 GB of addresses: {error}")
+    flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    weight = flat.as_strided((3, num_in), (apart, 1))
+    x, values, _ = make(4, 3, num_in)
+    weight.copy_(values)
+    assert_product(skinny.skinny_linear(x, weight, config=skinny.Config.parse(name)), x, values)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 13])
+def test_silu_and_product_in_one(skinny: ModuleType, nan_memory: None, rows: int) -> None:
+    x, weight, _ = make(rows, 140, 264)
+    y = skinny.skinny_silu_mul_linear(x, weight)
+    gate, up = (part.to(y.dtype) for part in (x.double() @ weight.double().T).chunk(2, 1))
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    # Three roundings, which the interpreter makes by cutting digits off.
+    torch.testing.assert_close(y.double(), expected, rtol=3e-2, atol=1e-3)
+    error = float((y.double() - expected).norm() / expected.norm())
+    assert error < (4e-3 if CUDA else 1.5e-2)
+
+
+def test_what_is_refused(skinny: ModuleType) -> None:
+    x, weight, bias = make(4, 48, 64)
+    assert skinny.why_not(x, weight, bias) == ""
+    wide = torch.zeros(4, 128, dtype=x.dtype, device=DEVICE)
+    for bad in (
+        (x.float(), weight),
+        (x, weight.float()),
+        (x[:, :32], weight),
+        (wide[:, :64], weight),
+        (wide[:, 1:65].contiguous(), weight[:, 1:]),
+        (x[:0], weight),
+        (x[0], weight),
+        (torch.zeros(33, 64, dtype=x.dtype, device=DEVICE), weight),
+        (x, weight, bias.float()),
+        (x, weight.T.contiguous().T),
+        (x[:, :60].contiguous(), weight[:, :60]),
+    ):
+        assert skinny.why_not(*bad)
+        with pytest.raises(ValueError, match=r"functional\.linear"):
+            skinny.skinny_linear(*bad)
+    with pytest.raises(ValueError, match="odd number"):
+        skinny.skinny_silu_mul_linear(x, weight[:47])
+
+
+def test_names_of_configurations(skinny: ModuleType) -> None:
+    for name in (*CONFIGS, "m8n64k128s5w4p12td", "m8n64k128s5w4p1d"):
+        assert str(skinny.Config.parse(name)) == name
+    with pytest.raises(ValueError, match="names no product"):
+        skinny.Config.parse("cublas")
+
+
+@pytest.mark.parametrize(
+    "shape", [(24576, 4096), (4096, 12288), (151936, 4096), (576, 576), (9, 8)]
+)
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32])
+def test_candidates(skinny: ModuleType, shape: tuple[int, int], rows: int) -> None:
+    for tma in (False, True):
+        found = skinny.candidates(rows, *shape, 132, tma)
+        assert 4 <= len(found) == len(set(found)) <= skinny.NUM_CANDIDATES
+        for config in found:
+            assert config.block_m >= rows and config.shared_bytes <= 227 * 1024
+            # The least that a multiprocessor needs on its way, where there is as much to read.
+            assert config.split_k == 1 or config.split_k * 2 * config.block_k <= shape[1] + 512
+            assert not config.pdl and (tma or not config.tma)
+
+
+def test_candidates_fill_the_device(skinny: ModuleType) -> None:
+    """The first candidate of the large products leaves few multiprocessors idle."""
+    for shape in ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (151936, 4096)):
+        config = skinny.candidates(8, *shape, 132, True)[0]
+        programs = config.num_tiles(shape[0]) * config.split_k
+        held = 227 * 1024 // (config.shared_bytes + 1024)
+        waves = -(-programs // 132) / held
+        assert programs / 132 / held > 0.8 * waves, (shape, str(config))
+
+
+def fixed_timer(times: dict[str, float], names: list[str]) -> Callable[[Any], list[float]]:
+    """Runs each call, and gives what the test says."""
+
+    def timer(calls: Any) -> list[float]:
+        for call in calls:
+            call()
+        assert len(calls) == len(names)
+        return [times[name] for name in names]
+
+    return timer
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ((10.0, 8.0, 7.0), 1),
+        ((10.0, 8.0, 7.9), 0),
+        ((10.0, 9.8, 11.0), None),
+        ((10.0, 12.0, 9.0), 1),
+    ],
+)
+def test_the_fastest_by_a_margin_is_chosen(
+    skinny: ModuleType, times: tuple[float, ...], chosen: int | None
+) -> None:
+    _, weight, _ = make(1, 48, 128)
+    configs = [skinny.Config.parse(name) for name in ("m8n16k64s3w4p1", "m8n32k64s3w4p2")]
+    names = ["library", *map(str, configs)]
+    state = torch.get_rng_state()
+    found = skinny.choose(
+        weight,
+        5,
+        configs=configs,
+        timer=fixed_timer(dict(zip(names, times, strict=True)), names),
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.config == (None if chosen is None else configs[chosen])
+    assert found.name == ("library" if chosen is None else str(configs[chosen]))
+    assert list(found.microseconds) == names and not found.failed
+
+
+def test_what_fails_or_differs_is_not_chosen(
+    skinny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, weight, _ = make(1, 48, 128)
+    names = ["m8n16k64s3w4p1", "m8n32k64s3w4p1", "m8n32k128s3w4p1", "m8n64k64s3w4p1"]
+    real = skinny.skinny_linear
+
+    def broken(x: torch.Tensor, *rest: Any, config: Any, **options: Any) -> torch.Tensor:
+        if config.block_n == 16:
+            raise RuntimeError("out of resource")
+        y = real(x, *rest, config=config, **options)
+        return {32: y, 64: y * 1.1}[config.block_n] * (float("nan") if config.block_k == 128 else 1)
+
+    monkeypatch.setattr(skinny, "skinny_linear", broken)
+    left = ["library", names[1]]
+    library = functools.partial(torch.nn.functional.linear, weight=weight)
+    found = skinny.choose(
+        weight,
+        8,
+        library=library,
+        configs=[skinny.Config.parse(name) for name in names],
+        timer=fixed_timer({"library": 2.0, names[1]: 1.0}, left),
+    )
+    assert found.name == names[1]
+    assert set(found.failed) == {names[0], names[2], names[3]}
+    assert "out of resource" in found.failed[names[0]]
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="triton itself is made for the interpreter"
+)
+@pytest.mark.parametrize(
+    "name", ["m8n64k128s5w4p1", "m16n64k128s3w4p4", "m8n32k256s5w4p2t", "m8n64k128s5w4p4td"]
+)
+def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device is asked for; what an instruction does is not seen, that it is there is."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    skinny_linear = copy_module("compiled_skinny_linear", monkeypatch)
+    config, kernel = skinny_linear.Config.parse(name), skinny_linear._linear_kernel
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SPLIT": config.split_k,
+        "STAGES": config.num_stages,
+        "EVEN_K": True,
+        "PDL": config.pdl,
+        "UPCAST": False,
+        "bias_ptr": None,
+    }
+    types = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
+    types |= dict.fromkeys(("rows", "N", "K", "w_stride"), "i32")
+    if config.split_k > 1:
+        types |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    if config.tma:
+        types["x_desc"] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
+        types["w_desc"] = f"tensordesc<bf16[{config.block_n}, {config.block_k}]>"
+    arguments = list(kernel.arg_names)
+    constants |= {key: None for key in arguments if key not in types and key not in constants}
+    source = ASTSource(
+        kernel,
+        {key: types.get(key, "constexpr") for key in arguments},
+        {(arguments.index(key),): value for key, value in constants.items()},
+        {
+            (place,): [["tt.divisibility", 16]]
+            for place, key in enumerate(arguments)
+            if key in types and key != "rows" and "desc" not in key
+        },
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    except (FileNotFoundError, RuntimeError) as error:
+        if "ptxas" in str(error) and "find" in str(error):
+            pytest.skip(str(error))
+        raise
+    text = made.asm["ptx"]
+    copies = "cp.async.bulk.tensor" if config.tma else "cp.async.cg.shared.global"
+    assert copies in text and "mma" in text
+    assert ("atom.global.gpu.acq_rel" in text) == (config.split_k > 1)
+    assert ("griddepcontrol.wait" in text) == config.pdl
+    assert made.metadata.shared <= 227 * 1024
+    if config.pdl:
+        wait = text.index("griddepcontrol.wait")
+        assert text.index("prefetch.global.L2") < wait < text.index(copies)
+        assert wait < text.index("st.global")
+    if config.split_k > 1:
+        # Parts, a barrier, the count, a barrier, the parts again.
+        count = text.index("atom.global.gpu.acq_rel")
+        assert "bar.sync" in text[text.index("st.global") : count]
+        assert "bar.sync" in text[count : text.index("ld.global.cg")]
