@@ -283,9 +283,9 @@ class EngineSettings:
     """Requests in one decode step."""
     max_in_flight: int = 96
     """Requests handed to the engine at once."""
-    submit_together: int = 1
-    """Requests gathered for a moment before the engine gets them: it prefills what is there, and a
-    prefill of a few tokens takes a CPU nearly as long as one of many."""
+    prefill_together: int = 1
+    """Prompts that SGLang prefills at once while it decodes; fewer wait for a few decode steps. For
+    a small target a prefill of one takes nearly as long as one of many."""
     port: int = 0
     """SGLang's port; 0 picks a free one."""
     num_threads: int = 1
@@ -315,7 +315,7 @@ class EngineSettings:
         _one_of("engine.speculate", self.speculate, ("auto", "on", "off"))
         for name in ("chunked_prefill_size", "max_running_requests", "max_in_flight"):
             _at_least(f"engine.{name}", getattr(self, name), 1)
-        for name in ("submit_together", "num_threads"):
+        for name in ("prefill_together", "num_threads"):
             _at_least(f"engine.{name}", getattr(self, name), 1)
         _check(
             "engine.memory_fraction",

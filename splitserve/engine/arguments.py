@@ -100,6 +100,7 @@ def environment(spec: EngineSpec, probe: RingAddress, control_path: str) -> dict
         control=control_path,
         exchange=spec.exchange.to_json() if spec.exchange else "",
         speculates=bool(spec.draft_path),
+        prefill_together=spec.prefill_together,
     )
     variables = {ENVIRONMENT: capture.to_json(), "TOKENIZERS_PARALLELISM": "false"}
     # The margin may exceed what the target was made for; no sample does.

@@ -54,8 +54,8 @@ class EngineSpec:
     chunked_prefill_size: int = 2048
     """Tokens of one forward pass of a prefill."""
     max_running_requests: int = 64
-    submit_together: int = 1
-    """Requests gathered, for at most half a second, before they are handed over."""
+    prefill_together: int = 1
+    """Prompts prefilled at once; fewer wait for a few decode steps (SGLang)."""
     kv_cache_tokens: int = 0
     """Tokens of KV cache; 0 = enough for every running request at the context length."""
     tp_size: int = 1

@@ -38,6 +38,8 @@ class CaptureConfig:
     """Address of the draft's exchange buffer, as JSON; empty without one."""
     speculates: bool = False
     """Whether the engine runs a draft."""
+    prefill_together: int = 1
+    """Prompts that are prefilled at once, if there is something to decode."""
 
     def to_json(self) -> str:
         """The environment variable's value."""
@@ -166,6 +168,11 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(FORWARD, Capture(config).after_forward, HookType.AFTER)
+    if config.prefill_together > 1:
+        from splitserve.engine import prefills
+
+        gate = prefills.PrefillGate(config.prefill_together)
+        HookRegistry.register(prefills.PREFILL, gate.new_prefill, HookType.AROUND)
     if config.speculates:
         from splitserve.engine import renorm, speculative
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Protocol
 
 from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink, TargetEngine
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from splitserve.engine.transformers_engine import TransformersEngine
 
 POLL_SECONDS = 0.5
-GATHER_SECONDS = 0.5
 
 
 class Channel(Protocol):
@@ -48,7 +46,7 @@ def run(channel: Channel, spec: EngineSpec) -> None:
             channel.state = "checking what the engine captures"
             info |= _selfcheck(engine, spec)
         channel.send(EngineReady(info))
-        _serve(channel, engine, pending, spec.submit_together)
+        _serve(channel, engine, pending)
         channel.state = "stopping the target engine"
     finally:
         try:
@@ -90,54 +88,20 @@ def _selfcheck(engine: SGLangEngine | TransformersEngine, spec: EngineSpec) -> d
     return check_capture(engine, frozen.lm_head, frozen.final_norm)
 
 
-class _Gathered:
-    """Requests that wait to be handed over together."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._requests: list[Generate | Teach] = []
-        self._since = 0.0
-
-    def add(self, request: Generate | Teach) -> None:
-        if not self._requests:
-            self._since = time.monotonic()
-        self._requests.append(request)
-
-    def seconds_left(self) -> float:
-        """How long nothing need be handed over."""
-        if len(self._requests) >= self._size:
-            return 0.0
-        if not self._requests:
-            return POLL_SECONDS
-        return min(POLL_SECONDS, max(0.0, self._since + GATHER_SECONDS - time.monotonic()))
-
-    def take(self) -> list[Generate | Teach]:
-        """All of them."""
-        taken, self._requests = self._requests, []
-        return taken
-
-
-def _serve(channel: Channel, engine: TargetEngine, pending: _Pending, together: int) -> None:
-    gathered = _Gathered(together)
+def _serve(channel: Channel, engine: TargetEngine, pending: _Pending) -> None:
     while True:
         if (failure := getattr(engine, "failure", None)) is not None:
             raise EngineError(failure)
         in_flight = pending.num_submitted - pending.num_answered
         channel.state = f"{in_flight} requests in the target" if in_flight else "waits for requests"
-        message = channel.receive(gathered.seconds_left())
+        message = channel.receive(POLL_SECONDS)
         if isinstance(message, Stop):
             return
-        if isinstance(message, Generate | Teach):
-            gathered.add(message)
-        elif isinstance(message, Evaluate | UpdateDraft):
+        if isinstance(message, Generate | Teach | Evaluate | UpdateDraft):
             pending.num_submitted += 1
             engine.submit(message)
         elif message is not None:
             raise EngineError(f"the engine got a message that is not for it: {message!r}")
-        if gathered.seconds_left() == 0.0:
-            for request in gathered.take():
-                pending.num_submitted += 1
-                engine.submit(request)
 
 
 def _redirect_output(path: str) -> None:

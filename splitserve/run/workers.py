@@ -90,7 +90,7 @@ class Workers:
             kv_cache_tokens=engine.kv_cache_tokens or engine.max_running_requests * (longest + 64),
             chunked_prefill_size=engine.chunked_prefill_size,
             max_running_requests=engine.max_running_requests,
-            submit_together=engine.submit_together,
+            prefill_together=engine.prefill_together,
             num_threads=engine.num_threads,
             port=engine.port,
             log_file=str(log_path(self._folder, f"sglang-{number}" if number else "sglang")),

@@ -29,7 +29,7 @@ BAD = [
     (SamplingSettings, "data.sampling", "top_k", 0),
     (SamplingSettings, "data.sampling", "max_new_tokens", 1),
     (SamplingSettings, "data.sampling", "share", 0.0),
-    (EngineSettings, "engine", "submit_together", 0),
+    (EngineSettings, "engine", "prefill_together", 0),
     (TrainSettings, "train", "replay", 1.0),
     (TargetSettings, "target", "dtype", "float16"),
     (DraftSettings, "draft", "num_layers", 0),

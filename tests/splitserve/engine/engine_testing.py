@@ -23,6 +23,7 @@ def make_spec(target: str, ring: RingOwner, **changes: object) -> EngineSpec:
         "max_running_requests": 8,
         "num_threads": 1,
         "mixed_chunk": True,
+        "prefill_together": 3,
     }
     return EngineSpec(**(fields | changes))
 
