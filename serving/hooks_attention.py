@@ -132,9 +132,9 @@ class DecodeAttention:
         # A slice of q, k and v side by side is not copied.
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         # Waits for the layer's pool where it is still being filled, as SGLang does.
-        pools = backend.get_paged_mha_kv_cache(layer)
+        k_pool, v_pool = backend.get_paged_mha_kv_cache(layer)
         requests = metadata.cache_seqlens_int32.shape[0]
-        if why := decode_attention.refusal(q_THD, *pools, requests):
+        if why := decode_attention.refusal(q_THD, k_pool, v_pool, requests):
             self._say(f"attention stays as it is: {why}")
             return None
         if save_kv_cache and k is not None:
@@ -142,7 +142,8 @@ class DecodeAttention:
         given = getattr(batch, "_attn_output", None)
         out_THD = decode_attention.decode_attention(
             q_THD,
-            *pools,
+            k_pool,
+            v_pool,
             metadata.page_table,
             metadata.cache_seqlens_int32,
             causal=is_causal(layer),

@@ -11,11 +11,12 @@ program that finds by a counter that it came last for its request and KV head me
 `merge="second"`: a second kernel does. With one part there is nothing to merge.
 
 Why `last` is sound: all threads of a program store their part, a barrier of the program makes
-these stores happen before what its first thread does next, and that thread's increment has release
-and acquire semantics at the GPU's scope. All increments of a counter are read-modify-writes, so
-each sees those before it, and the last one has acquired all parts; a second barrier passes this on
-to its other threads. They load past the L1 cache. The last program puts the counter back to zero,
-which the end of the kernel orders before the next launch on the stream.
+these stores happen before what its first thread does next, and that thread's increment releases and
+acquires at the GPU's scope. Increments of a counter are read-modify-writes, so each sees those
+before it, and the last one has acquired all parts; a second barrier passes this on to the other
+threads. In machine code (sm_90): MEMBAR.GPU before the atomic, CCTL.IVALL, which empties the L1
+cache, behind it. The last program puts the counter back to zero, which the end of the kernel orders
+before the next launch on the stream.
 
 Scratch is kept for each shape and used by all layers: launches of one shape must follow each other
 on one stream. It has to be there before a CUDA graph is captured, so the first call of a shape
@@ -37,7 +38,7 @@ from typing import Any, Literal
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HEAD_DIMS = (64, 128)
 MAX_ROWS = 128
@@ -158,8 +159,12 @@ def _attend_kernel(
     MERGE_LAST: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A part of one request's tokens for one KV head. Row i * GROUP + g: head g of query i."""
+    if EARLY:
+        # The second kernel may come as soon as all programs run: it waits for their end itself.
+        gdc_launch_dependents()
     split = tl.program_id(0)
     pair = tl.program_id(1)
     request = pair // num_kv_heads
@@ -328,8 +333,8 @@ class Tiling:
     block_n: int = 64
     """Tokens that are loaded at once."""
     num_warps: int = 4
-    num_stages: int = 3
-    """Blocks that are on their way or in use."""
+    num_stages: int = 4
+    """One more than the blocks of keys and values that are on their way or in use."""
     merge: Literal["last", "second"] = "last"
     early: bool = False
     """Launch the second kernel while the first one runs (programmatic dependent launch)."""
@@ -337,7 +342,7 @@ class Tiling:
     """Keep parts in the query's type: half the bytes to merge, and rounded once more."""
 
 
-ROWS_TO_BLOCKS = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)}
+ROWS_TO_BLOCKS = {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (64, 8, 3)}
 """By rows of the product, padded: block_n, num_warps and num_stages."""
 
 
@@ -427,7 +432,7 @@ def decode_attention(
     block_m = padded_rows(q_len * group)
     parts = q_THD.dtype if tiling.half_parts else torch.float32
     scratch = Scratch.of(q_THD.device, pairs, tiling.num_splits, block_m, head_dim, parts)
-    paged = k_pool.dim() == 4
+    second = tiling.merge == "second" and tiling.num_splits > 1
     shape = {
         "Q_LEN": q_len,
         "GROUP": group,
@@ -437,6 +442,7 @@ def decode_attention(
         "BLOCK_N": tiling.block_n,
         "HEAD_DIM": head_dim,
         "MERGE_STAGES": MERGE_STAGES,
+        "EARLY": second and tiling.early,
     }
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * _LOG2E
     out = (out_THD, out_THD.stride(0), out_THD.stride(1))
@@ -447,20 +453,19 @@ def decode_attention(
             *(page_table, page_table.stride(0), cache_seqlens),
             *(*out, *scratch.tensors, scale_log2, kv_heads),
             CAUSAL=causal,
-            PAGE_SIZE=k_pool.shape[1] if paged else 1,
+            PAGE_SIZE=k_pool.shape[1] if k_pool.dim() == 4 else 1,
             MERGE_LAST=tiling.merge == "last",
             MERGE_ROWS=min(block_m, MERGE_ROWS["last"]),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             **shape,
         )
-        if tiling.merge == "second" and tiling.num_splits > 1:
+        if second:
             rows = MERGE_ROWS["second"]
             options: dict[str, Any] = {"launch_pdl": True} if tiling.early else {}
             _merge_kernel[(pairs, -(-q_len * group // rows))](
                 *(cache_seqlens, *out, scratch.partial, scratch.lse, kv_heads),
                 MERGE_ROWS=rows,
-                EARLY=tiling.early,
                 num_warps=4,
                 **shape,
                 **options,
