@@ -16,7 +16,8 @@ have to decide alike."""
 
 
 class PrefillGate:
-    """Holds prefills back until enough prompts wait, while there is something to decode."""
+    """Holds prefills back until enough prompts wait for which there is room, while there is
+    something to decode."""
 
     def __init__(self, together: int) -> None:
         self._together = together
@@ -25,8 +26,8 @@ class PrefillGate:
 
     def new_prefill(self, original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
         """Around the scheduler's choice of a prefill: none for now, or SGLang's own."""
-        waiting = len(scheduler.waiting_queue)
-        few = 0 < waiting < self._together
+        room = scheduler.max_running_requests - running_batch.batch_size()
+        few = 0 < min(room, len(scheduler.waiting_queue)) < self._together
         # The rest of a prompt that is under way holds memory and blocks all others.
         if few and scheduler.chunked_req is None and not running_batch.is_empty():
             self._held += 1

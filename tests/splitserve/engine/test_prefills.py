@@ -21,10 +21,15 @@ class Running:
     def is_empty(self) -> bool:
         return self.size == 0
 
+    def batch_size(self) -> int:
+        return self.size
+
 
 def prefills(gate: PrefillGate, waiting: int, running: int, *, chunked: bool = False) -> bool:
     scheduler = SimpleNamespace(
-        waiting_queue=[object()] * waiting, chunked_req=object() if chunked else None
+        waiting_queue=[object()] * waiting,
+        chunked_req=object() if chunked else None,
+        max_running_requests=16,
     )
     batch: Any = Running(running)
     plan = gate.new_prefill(lambda *_: SimpleNamespace(batch_to_run="prefill"), scheduler, batch)
@@ -47,6 +52,14 @@ def test_few_wait_for_a_few_steps_only() -> None:
             *[False] * PATIENCE_STEPS,
             True,
         ]
+
+
+def test_a_long_queue_does_not_make_up_for_the_room_that_is_missing() -> None:
+    gate = PrefillGate(4)
+    assert prefills(gate, waiting=50, running=12)
+    assert not prefills(gate, waiting=50, running=13)
+    # SGLang itself has no room for any.
+    assert prefills(gate, waiting=50, running=16)
 
 
 def test_nothing_is_held_back_where_nothing_is_decoded_or_a_prompt_is_under_way() -> None:
