@@ -18,10 +18,11 @@ from splitserve.data.account import DropReport
 from splitserve.data.conversation import Conversation, parse_row
 from splitserve.data.generate import GenerateCounts, Part, PartFile, generate
 from splitserve.data.given import made, source_list
-from splitserve.data.leak import LeakIndex
 from splitserve.data.length import Document
 from splitserve.data.pipeline import Pipeline, PipelineSettings
+from splitserve.data.prepare import leak_index
 from splitserve.data.preview import Shown, show_document, show_refusal, to_html, to_text
+from splitserve.data.prompts import Prompt
 from splitserve.data.refusal import RowRefused
 from splitserve.data.render import ChatRenderer
 from splitserve.data.sources import (
@@ -162,10 +163,9 @@ def stats(arguments: Sequence[str]) -> int:
     if options.num_anchors < 1:
         raise UserError("num_anchors", options.num_anchors, "1 or more", "raise num_anchors")
     sources = source_list(options.data, "data")
-    leaks = LeakIndex(_eval_prompts(options.eval)) if options.eval else None
     pipeline = _pipeline(
         options,
-        leaks,
+        list(_eval_prompts(options.eval)) if options.eval else [],
         last_answer_only=options.last_answer_only,
         max_tokens=options.max_tokens,
         max_drop_fraction=options.max_drop_fraction,
@@ -387,17 +387,20 @@ def _target(path: str) -> tuple[TargetInfo, Any]:
     return target, AutoTokenizer.from_pretrained(target.path, local_files_only=True)
 
 
-def _pipeline(options: SourceOptions, leaks: LeakIndex | None = None, **settings: Any) -> Pipeline:
+def _pipeline(
+    options: SourceOptions, eval_prompts: Sequence[Prompt] = (), **settings: Any
+) -> Pipeline:
     made = PipelineSettings(
         chat_template_kwargs=options.chat_template_kwargs,
         system_prompt=options.system_prompt,
         **settings,
     )
     target, tokenizer = _target(options.target)
-    return Pipeline(tokenizer, made, target.eos_token_ids, leaks)
+    renderer = ChatRenderer(tokenizer, options.chat_template_kwargs, options.system_prompt)
+    return Pipeline(tokenizer, made, target.eos_token_ids, leak_index(eval_prompts, renderer))
 
 
-def _eval_prompts(path: str) -> Iterator[tuple[str, Any]]:
+def _eval_prompts(path: str) -> Iterator[Prompt]:
     """Eval prompts; a bad one stops, since what it would have found would go unseen."""
     for raw in read_rows(path, "eval"):
         try:
@@ -410,7 +413,7 @@ def _eval_prompts(path: str) -> Iterator[tuple[str, Any]]:
             raise UserError(
                 "eval", f"{path}, {raw.place}", "rows of messages or prompts", "give text, not ids"
             )
-        yield row.id, row.messages
+        yield Prompt(row.id, row.domain, row.messages, row.tools)
 
 
 # --- output --------------------------------------------------------------------------------------

@@ -118,6 +118,11 @@ class Pipeline:
             field=field,
         )
 
+    @property
+    def renderer(self) -> ChatRenderer:
+        """What renders the rows."""
+        return self._worker.renderer
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, special ones included."""
         return self._worker.renderer.decode(token_ids)
@@ -212,6 +217,8 @@ class _Worker:
                 if isinstance(row, Conversation):
                     tokens = next(rendered).unwrap()
                     ids, mask = tokens.token_ids, tokens.loss_mask
+                    if self._leaks is not None:
+                        self._leaks.check_rendered(ids, self.renderer.decode)
                 else:
                     ids, mask = row.token_ids, row.loss_mask
                 yield name, limit(name, row.domain, ids, mask, self._max_tokens)

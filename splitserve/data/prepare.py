@@ -22,6 +22,8 @@ from splitserve.data.leak import LeakIndex
 from splitserve.data.length import Document
 from splitserve.data.pipeline import Pipeline, PipelineSettings
 from splitserve.data.prompts import Prompt
+from splitserve.data.refusal import RowRefused
+from splitserve.data.render import ChatRenderer
 from splitserve.data.sources import RawRow, SourceSettings, mix
 from splitserve.data.store import DocumentStore, open_or_build, store_key
 
@@ -80,7 +82,7 @@ def prepare(
         if fraction:
             chosen = choose_held_out(_rows(wanted), fraction, wanted.seed, len(tokenizer))
         held_out["prompts"] = [asdict(prompt) for prompt in chosen.values()]
-        leaks = leak_index([*measured, *chosen.values()], pipeline.decode)
+        leaks = leak_index([*measured, *chosen.values()], pipeline.renderer)
         pipeline = Pipeline(tokenizer, wanted.settings, end_of_turn_ids, leaks)
         rows = (row for number, row in enumerate(_rows(wanted)) if number not in chosen)
         return _told(pipeline.documents(rows), pipeline.report, tell), pipeline.report
@@ -106,16 +108,29 @@ def prepare(
     return Prepared(store, tuple(_prompt(values) for values in store.notes["prompts"]))
 
 
-def leak_index(
-    prompts: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
-) -> LeakIndex | None:
+def leak_index(prompts: Sequence[Prompt], renderer: ChatRenderer) -> LeakIndex | None:
     """What prompts say, to be looked for in rows; None where there are none."""
     if not prompts:
         return None
     return LeakIndex(
         ((p.id, p.messages) for p in prompts if p.messages),
-        ((p.id, p.token_ids, decode(p.token_ids)) for p in prompts if p.token_ids),
+        (
+            (p.id, ids, renderer.decode(ids) if p.token_ids else "")
+            for p in prompts
+            if (ids := p.token_ids or _question_ids(p, renderer))
+        ),
     )
+
+
+def _question_ids(prompt: Prompt, renderer: ChatRenderer) -> tuple[int, ...]:
+    """A prompt's messages as they are rendered, without an answer at their end."""
+    answered = prompt.messages[-1]["role"] == "assistant"
+    messages = prompt.messages[:-1] if answered else prompt.messages
+    try:
+        return renderer.prompt_ids(messages, prompt.tools) if messages else ()
+    except RowRefused:
+        # Measuring drops it, with the reason.
+        return ()
 
 
 def _rows(wanted: Preparation) -> Iterator[tuple[RawRow, str]]:

@@ -122,7 +122,7 @@ def gather(
     questions, accounts["measured"] = _render(renderer, measured, data, None)
     if not questions:
         raise _nothing_to_measure(data)
-    leaks = leak_index(measured, renderer.decode)
+    leaks = leak_index(measured, renderer)
     train, accounts["prompts"] = _render(renderer, sources.prompts.train, data, leaks)
     entries = _entries(settings, train)
     used |= {token for _, ids in (*train, *questions) for token in ids}
@@ -175,6 +175,8 @@ def _render(
             if leaks is not None:
                 leaks.check(Conversation(prompt.id, prompt.domain, prompt.messages))
             ids = prompt.token_ids or renderer.prompt_ids(prompt.messages, prompt.tools)
+            if leaks is not None:
+                leaks.check_prompt_ids(ids)
             if prompt.held_out and len(ids) >= data.max_tokens:
                 raise RowRefused(
                     Reason.PROMPT_TOO_LONG,

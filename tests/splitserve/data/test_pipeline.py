@@ -20,6 +20,10 @@ from splitserve.data import pipeline as pipeline_module
 from splitserve.data.leak import MIN_WORDS, NUM_WORDS, LeakIndex
 from splitserve.data.length import Document
 from splitserve.data.pipeline import BATCH_ROWS, Pipeline, PipelineSettings
+from splitserve.data.prepare import leak_index
+from splitserve.data.prompts import Prompt
+from splitserve.data.refusal import RowRefused
+from splitserve.data.render import ChatRenderer
 from splitserve.data.sources import RawRow
 from splitserve.errors import RunFailed, UserError
 
@@ -241,8 +245,49 @@ def test_rows_of_tokens_leak_like_others(headers: PreTrainedTokenizerFast) -> No
 
     pipeline = Pipeline(headers, PipelineSettings(), leaks=index)
     rows = [row(other, asked), row(asked, other), row(other, said), row(said, other)]
-    assert [d.id for d in pipeline.documents(raw(rows))] == ["s:0", "s:3"]
-    assert pipeline.report.reasons == {"eval_leak": 2}
+    assert [d.id for d in pipeline.documents(raw(rows))] == ["s:0"]
+    assert pipeline.report.reasons == {"eval_leak": 3}
+
+
+def test_answers_of_the_target_leak_what_they_were_asked(
+    headers: PreTrainedTokenizerFast,
+) -> None:
+    """Prompts as messages, rows of tokens as `data generate` writes them, and both as messages."""
+    short, long = Prompt("s", "d", (user("two plus two"),)), Prompt("l", "d", (user(EVAL),))
+    plain, other = ChatRenderer(headers), ChatRenderer(headers, system_prompt="be brief")
+    answer = headers.encode("four is six", add_special_tokens=False)
+
+    def row(renderer: ChatRenderer, text: str) -> dict[str, Any]:
+        ids = renderer.prompt_ids([user(text)])
+        mask = [0] * len(ids) + [1] * len(answer)
+        return {"input_ids": [*ids, *answer], "loss_mask": mask}
+
+    rows = [
+        row(plain, "two plus two"),
+        row(plain, "two plus two more"),
+        row(plain, EVAL),
+        # Asked after another system prompt: long questions are known by their text.
+        row(other, EVAL),
+        row(other, "two plus two"),
+        row(other, EVAL[:-7] + "two years?"),
+    ]
+    pipeline = Pipeline(headers, PipelineSettings(), leaks=leak_index([short, long], plain))
+    assert [d.id for d in pipeline.documents(raw(rows))] == ["s:1", "s:4", "s:5"]
+    assert pipeline.report.reasons == {"eval_leak": 3}
+
+
+def test_messages_leak_what_is_measured_as_tokens(headers: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(headers)
+    ids = renderer.prompt_ids([user("two plus two")])
+    asked = Prompt("t", "d", (), token_ids=ids, held_out=True)
+    index = leak_index([asked], renderer)
+    assert index is not None
+    pipeline = Pipeline(headers, PipelineSettings(), leaks=index)
+    rows = [chat("two plus two", "four"), chat("two plus three", "five")]
+    assert [d.id for d in pipeline.documents(raw(rows))] == ["s:1"]
+    with pytest.raises(RowRefused, match="eval prompt 't'"):
+        index.check_prompt_ids(ids)
+    index.check_prompt_ids(ids[:-1])
 
 
 def test_leaks_are_found_in_thoughts_and_by_processes(headers: PreTrainedTokenizerFast) -> None:

@@ -13,6 +13,7 @@ import pytest
 from splitserve.cli import main
 from splitserve.compose import compose
 from splitserve.data import prompts as prompts_module
+from splitserve.data.render import ChatRenderer
 from splitserve.errors import UserError
 from splitserve.run.data import RunData
 from splitserve.run.folder import RunFolder
@@ -159,6 +160,37 @@ def test_prompts_that_are_measured_as_conversations_are_dropped(
     assert "leak/0" in {entry.sample_id for entry in plan_of(*given).data.entries}
     entries = plan_of(f"data.conversations={rows}", *given).data.entries
     assert len(entries) == 2 * 7 and "leak/0" not in {entry.sample_id for entry in entries}
+
+
+def test_answers_of_the_target_to_what_is_measured_are_dropped(
+    plan_of: Any, tiny_target: Path, tmp_path: Path
+) -> None:
+    """The folder that `data generate` has written for prompts of which some are measured."""
+    renderer = ChatRenderer(load_tokenizer(str(tiny_target)))
+    asked = [conversation(i, 1)["messages"][:1] for i in range(9)]
+    answers = []
+    for i, messages in enumerate(asked):
+        ids = renderer.prompt_ids(messages)
+        for setting in range(2):
+            row = {"id": f"p{i}/{setting}", "input_ids": [*ids, 5, 6, 7 + setting, 8]}
+            answers.append({**row, "loss_mask": [0] * len(ids) + [1] * 4})
+    rows = write(tmp_path / "answers.jsonl", answers)
+    measured = write(tmp_path / "eval.jsonl", [{"id": "e", "messages": asked[3]}])
+    plan = plan_of(f"data.conversations={rows}", f"data.eval_prompts={measured}")
+    kept = {f"p{i}/{setting}" for i in range(9) if i != 3 for setting in range(2)}
+    assert {name.rpartition("/c")[0] for name in names(plan.data)} == kept
+    # Rows that are held out themselves: nobody else is asked the same.
+    prompts = write(
+        tmp_path / "prompts.jsonl", [{"id": f"q{i}", "messages": m} for i, m in enumerate(asked)]
+    )
+    plan = plan_of(f"data.conversations={rows}", f"data.prompts={prompts}")
+    held_out = {prompt.token_ids for prompt in plan.held_out}
+    assert any(prompt.prompt_id.startswith("p") for prompt in plan.held_out)
+    assert plan.data.entries and plan.data.stored
+    assert not held_out & {entry.prompt_ids for entry in plan.data.entries}
+    trained = {name.partition("/")[0] for name in names(plan.data)}
+    questions = {f"p{i}": renderer.prompt_ids(m) for i, m in enumerate(asked)}
+    assert not held_out & {questions[name] for name in trained}
 
 
 def test_rows_of_tokens_are_samples_and_questions(plan_of: Any, tmp_path: Path) -> None:
