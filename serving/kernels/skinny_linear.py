@@ -44,6 +44,8 @@ MOST_ERROR = 0.02
 """RMS of the difference to the library's product, relative to that product."""
 LIBRARY = "library"
 
+_FLUSHES = 3
+"""Readings of the buffer that empties L2 between timed calls."""
 _MULTIPROCESSORS = 132
 """Of an H200; stands in where there is no device to ask."""
 _SHARED_BYTES = 227 * 1024
@@ -282,6 +284,7 @@ def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         (x.data_ptr() % 16 or weight.data_ptr() % 16, "unaligned memory"),
         (weight.shape[-1] % 8 or weight.stride(0) % 8, "unaligned rows"),
         (bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()), "another bias"),
+        (bias is not None and bias.data_ptr() % 16, "an unaligned bias"),
     ):
         if bad:
             return why
@@ -551,8 +554,8 @@ def time_cold(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Median microseconds of each call on the GPU, with nothing of its inputs in L2.
 
     Between calls a buffer of four times L2 is read: written, its lines would have to leave L2
-    while the next call runs. That also takes longer than the launch of a call, so that the GPU
-    never waits for the host. The calls take turns, which spreads what the clocks do.
+    while the next call runs. It is read often enough to take longer than a launch from the host,
+    for which the GPU must never wait. The calls take turns, which spreads what the clocks do.
     """
     size = 4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     buffer = torch.zeros(max(size, 64 << 20) // 4, dtype=torch.float32, device="cuda")
@@ -562,7 +565,8 @@ def time_cold(calls: Sequence[Callable[[], Any]]) -> list[float]:
     ]
     for row in events:
         for call, (start, end) in zip(calls, row, strict=True):
-            buffer.sum()
+            for _ in range(_FLUSHES):
+                buffer.sum()
             start.record()
             call()
             end.record()
