@@ -108,21 +108,27 @@ class RingMemory:
         """Every shard's header; raises StaleSlotError."""
         return [self.header(slot, shard) for shard in range(self.layout.num_shards)]
 
+    def places(self, slot: SlotRef) -> tuple[int, int]:
+        """Where in a shard's payload the sample's features and its states begin, counted in
+        numbers of the ring's type."""
+        size = self.layout.torch_dtype.itemsize
+        states_offset = slot.offset + self.layout.features_bytes(slot.num_tokens)
+        return slot.offset // size, states_offset // size
+
     def views(self, slot: SlotRef, shard: int) -> SampleStates:
         """The shard's rows of the sample, [t, K*H] and [t, H], over the slot's memory."""
         layout = self.layout
         first, last = layout.shard_rows(slot.num_tokens, shard)
-        payload = self.payload(shard)
-        states_offset = slot.offset + layout.features_bytes(slot.num_tokens)
+        payload, size = self.payload(shard), layout.torch_dtype.itemsize
 
-        def rows(offset: int, width: int) -> torch.Tensor:
-            num_bytes = (last - first) * width * layout.torch_dtype.itemsize
-            flat = payload[offset : offset + num_bytes].view(layout.torch_dtype)
-            return flat.view(last - first, width)
+        def rows(place: int, width: int) -> torch.Tensor:
+            begin, end = place * size, (place + (last - first) * width) * size
+            return payload[begin:end].view(layout.torch_dtype).view(last - first, width)
 
+        features, states = self.places(slot)
         return SampleStates(
-            features=rows(slot.offset, layout.num_context_features),
-            target_states=rows(states_offset, layout.hidden_size),
+            features=rows(features, layout.num_context_features),
+            target_states=rows(states, layout.hidden_size),
         )
 
     def close(self) -> None:

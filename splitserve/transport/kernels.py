@@ -1,7 +1,7 @@
-"""The writer's sums and headers in two launches, where rows and ring lie on a GPU.
+"""Rows, sums and headers of the writer in two launches, where rows and ring lie on a GPU.
 
-The same as `writer._sums` and the headers made from it in torch, which take some fifty launches:
-beside the copies of a few hundred megabytes that is most of the time.
+The same as `writer._copy`, `writer._sums` and the headers made from it in torch, which take some
+fifty launches and read every row twice: beside the copies of a few hundred megabytes both count.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from splitserve.transport.layout import (
     SEAL_FACTORS,
 )
 
-META_WORDS = 8
+META_WORDS = 12
 """Of a sample: first row in the batch, rows, first row in the sample, slot index, stamp, rows in
-all, flags, whether it starts over."""
+all, flags, whether it starts over; the first and the last but one of its rows here that this shard
+holds, counted from the first; where in the payload the first of those has its features and its
+states, counted in numbers of the ring's type."""
 
 _F0, _F1, _F2, _F3, _F4 = (tl.constexpr(factor) for factor in SEAL_FACTORS)
 _SUMS, _META = tl.constexpr(NUM_SUMS), tl.constexpr(META_WORDS)
@@ -31,51 +33,68 @@ _MISPLACED = tl.constexpr(FLAG_POSITIONS)
 # tl.zeros and tl.max are jitted themselves, for the device, if triton was imported before
 # TRITON_INTERPRET was set.
 @triton.jit
-def _has_nonfinite(row, width, BLOCK: tl.constexpr):
+def _copy_row(row, into, width, wanted, BLOCK: tl.constexpr):
+    """Copies a row if it is wanted; whether it has a number that is not finite."""
     worst = tl.full((BLOCK,), 0, tl.int32)
     columns = tl.arange(0, BLOCK)
     for begin in range(0, width, BLOCK):
         inside = begin + columns < width
-        values = tl.load(row + begin + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(row + begin + columns, mask=inside, other=0.0)
+        tl.store(into + begin + columns, values.to(into.dtype.element_ty), mask=inside & wanted)
         # False for NaN as well.
-        worst |= (tl.abs(values) < float("inf")).to(tl.int32) ^ 1
+        worst |= (tl.abs(values.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1
     return tl.reduce(worst, 0, tl.standard._elementwise_max)
 
 
 @triton.jit
-def _row_sums(
+def _rows(
     features,
     states,
     token_ids,
     positions,
     meta,
     sums,
+    payload,
     features_width,
     states_width,
     features_stride,
     states_stride,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds one row's part to the sums [R, 3] of its sample; tokens or positions may be None."""
+    """Copies one row, and adds its part to the sums [R, 3] of its sample.
+
+    Tokens or positions may be None.
+    """
     offset = tl.program_id(0)
     sample = tl.program_id(1)
     words = meta + sample * _META
     if offset < tl.load(words + 1):
         row = tl.load(words) + offset
         position = tl.load(words + 2) + offset
-        into = sums + sample * _SUMS
-        bad = _has_nonfinite(features + row * features_stride, features_width, BLOCK)
-        bad |= _has_nonfinite(states + row * states_stride, states_width, BLOCK)
+        first = tl.load(words + 8)
+        wanted = (offset >= first) & (offset < tl.load(words + 9))
+        # Of 64 bits, as a payload may have more than 2^31 numbers.
+        features_place, states_place = tl.load(words + 10), tl.load(words + 11)
+        if ALIGNED:
+            # Or each number would be stored alone.
+            features_place = tl.multiple_of(features_place, 16)
+            states_place = tl.multiple_of(states_place, 16)
+        into = payload + features_place + (offset - first) * features_width
+        bad = _copy_row(features + row * features_stride, into, features_width, wanted, BLOCK)
+        into = payload + states_place + (offset - first) * states_width
+        bad |= _copy_row(states + row * states_stride, into, states_width, wanted, BLOCK)
+        known = sums + sample * _SUMS
         if bad > 0:
-            tl.atomic_add(into, bad.to(tl.int64))
+            tl.atomic_add(known, bad.to(tl.int64))
         if positions is not None:
             misplaced = tl.load(positions + row).to(tl.int64) != position
-            tl.atomic_add(into + 1, misplaced.to(tl.int64), mask=misplaced)
+            tl.atomic_add(known + 1, misplaced.to(tl.int64), mask=misplaced)
         if token_ids is not None:
             weight = position * _F0 + _F1
             weight = (weight ^ (weight >> 31)) * _F2
             weight = (weight ^ (weight >> 29)) | 1
-            tl.atomic_add(into + 2, (tl.load(token_ids + row).to(tl.int64) + 1) * weight)
+            tl.atomic_add(known + 2, (tl.load(token_ids + row).to(tl.int64) + 1) * weight)
 
 
 @triton.jit
@@ -111,33 +130,38 @@ def publish(
     states: torch.Tensor,
     token_ids: torch.Tensor | None,
     positions: torch.Tensor | None,
+    payload: torch.Tensor,
     totals: torch.Tensor,
     table: torch.Tensor,
     shard: int,
 ) -> None:
-    """Sum up the rows of R samples and write their headers, in stream order.
+    """Copy the rows of R samples, sum them up and write their headers, in stream order.
 
     Args:
         meta: int64 [R, META_WORDS] on the device.
         most_rows: rows of the longest part, at least 1.
         features, states: [n, K*H] and [n, H], rows contiguous, on the device.
         token_ids, positions: integers [n] on the device.
+        payload: the shard's, as numbers of the ring's type, on the device.
         totals: int64 [slots, NUM_SUMS] on the device: what earlier chunks gave.
         table: int64 [slots, shards, HEADER_WORDS], readable by the device.
     """
     num_samples = meta.shape[0]
     sums = torch.zeros(num_samples, NUM_SUMS, dtype=torch.int64, device=meta.device)
-    _row_sums[(most_rows, num_samples)](
+    _rows[(most_rows, num_samples)](
         features,
         states,
         token_ids,
         positions,
         meta,
         sums,
+        payload,
         features.shape[1],
         states.shape[1],
         features.stride(0),
         states.stride(0),
-        BLOCK=1024,
+        # Both begin at multiples of 64 bytes.
+        ALIGNED=features.shape[1] % 16 == 0 and states.shape[1] % 16 == 0,
+        BLOCK=2048,
     )
     _headers[(num_samples,)](meta, sums, totals, table, shard, table.shape[1])

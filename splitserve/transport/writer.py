@@ -142,10 +142,11 @@ class RingWriter(Attached):
         if found:
             for rows in found:
                 self._advance(rows)
-                self._copy(rows, features, states)
             if self._memory.on_device and features.is_cuda and self._is_pinned(features.device):
-                self._publish_by_kernel(found, features, states, token_ids, positions)
+                self._write_by_kernel(found, features, states, token_ids, positions)
             else:
+                for rows in found:
+                    self._copy(rows, features, states)
                 sums = _sums(found, features, states, token_ids, positions)
                 self._publish([rows.slot for rows in found], sums)
         return stale
@@ -186,21 +187,26 @@ class RingWriter(Attached):
 
     def _copy(self, rows: BatchRows, features: torch.Tensor, states: torch.Tensor) -> None:
         """Copy those of the rows that this shard holds."""
-        shard_first, shard_last = self.layout.shard_rows(rows.slot.num_tokens, self.shard)
-        first = max(shard_first, rows.start_row)
-        last = min(shard_last, rows.start_row + rows.num_rows)
-        if first >= last:
+        first, last, into_first = self._held(rows)
+        if first == last:
             return
         views = self._memory.views(rows.slot, self.shard)
-        into = slice(first - shard_first, last - shard_first)
-        shift = rows.first_row - rows.start_row
-        source = slice(first + shift, last + shift)
+        into = slice(into_first, into_first + last - first)
+        source = slice(rows.first_row + first, rows.first_row + last)
         # From a GPU to the host, or back, the header must not overtake the rows.
         asynchronous = features.is_cuda and self._memory.on_device
         views.features[into].copy_(features[source], non_blocking=asynchronous)
         views.target_states[into].copy_(states[source], non_blocking=asynchronous)
 
-    def _publish_by_kernel(
+    def _held(self, rows: BatchRows) -> tuple[int, int, int]:
+        """First and last but one of the rows that this shard holds, counted from the first of
+        them all, and the shard's own row of the first one."""
+        shard_first, shard_last = self.layout.shard_rows(rows.slot.num_tokens, self.shard)
+        first = max(shard_first, rows.start_row)
+        last = max(first, min(shard_last, rows.start_row + rows.num_rows))
+        return first - rows.start_row, last - rows.start_row, first - shard_first
+
+    def _write_by_kernel(
         self,
         batch: Sequence[BatchRows],
         features: torch.Tensor,
@@ -208,7 +214,7 @@ class RingWriter(Attached):
         token_ids: torch.Tensor | None,
         positions: torch.Tensor | None,
     ) -> None:
-        """What `_sums` and `_publish` do, in two launches."""
+        """What `_copy`, `_sums` and `_publish` do, in two launches."""
         from splitserve.transport import kernels
 
         device = features.device
@@ -223,6 +229,7 @@ class RingWriter(Attached):
             states,
             None if token_ids is None else token_ids.to(device),
             None if positions is None else positions.to(device),
+            self._numbers(),
             self._totals,
             self._memory.table(),
             self.shard,
@@ -231,12 +238,28 @@ class RingWriter(Attached):
     def _meta(self, batch: Sequence[BatchRows]) -> list[list[int]]:
         """The rows of `kernels.META_WORDS` for each sample."""
         found = []
-        for slot, start_row, first_row, num_rows in batch:
+        for rows in batch:
+            slot, start_row, first_row, num_rows = rows
             known = self._progress_of(slot)
             stamp = stamp_of(slot.generation)
             place = [first_row, num_rows, start_row, slot.index]
-            found.append([*place, stamp, known.num_rows, known.flags, int(start_row == 0)])
+            state = [stamp, known.num_rows, known.flags, int(start_row == 0)]
+            first, last, into = self._held(rows)
+            features, states = self._memory.places(slot)
+            layout = self.layout
+            held = [
+                first,
+                last,
+                features + into * layout.num_context_features,
+                states + into * layout.hidden_size,
+            ]
+            found.append([*place, *state, *held])
         return found
+
+    def _numbers(self) -> torch.Tensor:
+        """The shard's payload in the ring's type."""
+        payload, dtype = self._memory.payload(self.shard), self.layout.torch_dtype
+        return payload[: len(payload) // dtype.itemsize * dtype.itemsize].view(dtype)
 
     def _publish(self, slots: Sequence[SlotRef], sums: torch.Tensor) -> None:
         """Add sums int64 [NUM_SUMS, R] to those of the slots, and write their headers."""
