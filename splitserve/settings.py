@@ -1,5 +1,6 @@
 """Every setting of a run: once, typed, with its default, its unit and its check.
 
+What is trained, and on what, is here; how the processes run is in `splitserve.machine_settings`.
 Hydra fills these dataclasses; the rest of the program receives the object that it needs and never
 the whole configuration. The checks here need no target and no file; what depends on those is
 checked by `splitserve.run.plan`.
@@ -12,29 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.objective import ObjectiveConfig
-from splitserve.errors import UserError
+from splitserve.machine_settings import EngineSettings, LayoutSettings
+from splitserve.setting_checks import check, check_at_least, check_fraction, check_one_of
 
 HEADS = ("vanilla", "gated", "rnn")
 DTYPES = ("bfloat16", "float32")
 TRACKERS = ("none", "wandb", "tensorboard")
-
-
-def _check(name: str, value: object, good: bool, allowed: str, remedy: str = "") -> None:
-    if not good:
-        raise UserError(name, value, allowed, remedy or f"set {name} to one of these")
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    _check(name, value, value in choices, ", ".join(choices))
-
-
-def _at_least(name: str, value: float, minimum: float) -> None:
-    remedy = f"raise {name}" if value < minimum else f"set {name} to a finite number"
-    _check(name, value, minimum <= value < math.inf, f"{minimum} or more", remedy)
-
-
-def _fraction(name: str, value: float) -> None:
-    _check(name, value, 0.0 <= value <= 1.0, "0 to 1", f"set {name} to a fraction")
 
 
 @dataclass(frozen=True)
@@ -52,13 +36,13 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         share = self.share
-        _check("data.sampling.share", share, 0.0 < share <= 1.0, "above 0, at most 1")
-        _at_least("data.sampling.temperature", self.temperature, 0.0)
+        check("data.sampling.share", share, 0.0 < share <= 1.0, "above 0, at most 1")
+        check_at_least("data.sampling.temperature", self.temperature, 0.0)
         top_p = self.top_p
-        _check("data.sampling.top_p", top_p, 0.0 < top_p <= 1.0, "above 0, at most 1")
+        check("data.sampling.top_p", top_p, 0.0 < top_p <= 1.0, "above 0, at most 1")
         top_k = self.top_k
-        _check("data.sampling.top_k", top_k, top_k == -1 or top_k > 0, "-1 or 1 and more")
-        _at_least("data.sampling.max_new_tokens", self.max_new_tokens, 2)
+        check("data.sampling.top_k", top_k, top_k == -1 or top_k > 0, "-1 or 1 and more")
+        check_at_least("data.sampling.max_new_tokens", self.max_new_tokens, 2)
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,7 @@ class TargetSettings:
     """Type of the target's weights and of the hidden states: bfloat16 or float32."""
 
     def __post_init__(self) -> None:
-        _one_of("target.dtype", self.dtype, DTYPES)
+        check_one_of("target.dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True)
@@ -114,13 +98,13 @@ class DraftSettings:
     """Begin from the target's last layers instead of from random weights."""
 
     def __post_init__(self) -> None:
-        _at_least("draft.num_layers", self.num_layers, 1)
-        _at_least("draft.block_size", self.block_size, 1)
-        _at_least("draft.markov_rank", self.markov_rank, 0)
-        _one_of("draft.markov_head_type", self.markov_head_type, HEADS)
-        _at_least("draft.num_context_layers", self.num_context_layers, 1)
-        _at_least("draft.intermediate_size", self.intermediate_size, 0)
-        _one_of(
+        check_at_least("draft.num_layers", self.num_layers, 1)
+        check_at_least("draft.block_size", self.block_size, 1)
+        check_at_least("draft.markov_rank", self.markov_rank, 0)
+        check_one_of("draft.markov_head_type", self.markov_head_type, HEADS)
+        check_at_least("draft.num_context_layers", self.num_context_layers, 1)
+        check_at_least("draft.intermediate_size", self.intermediate_size, 0)
+        check_one_of(
             "draft.architecture",
             self.architecture,
             ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel"),
@@ -162,13 +146,13 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         fraction = self.held_out_fraction
-        _check("data.held_out_fraction", fraction, 0.0 < fraction < 1.0, "above 0, below 1")
-        _at_least("data.max_tokens", self.max_tokens, 8)
-        _check("data.sampling", self.sampling, len(self.sampling) > 0, "one setting or more")
-        _fraction("data.max_drop_fraction", self.max_drop_fraction)
-        _fraction("data.max_zero_mask_fraction", self.max_zero_mask_fraction)
-        _one_of("data.until", self.until, ("all", "first"))
-        _at_least("data.num_workers", self.num_workers, 0)
+        check("data.held_out_fraction", fraction, 0.0 < fraction < 1.0, "above 0, below 1")
+        check_at_least("data.max_tokens", self.max_tokens, 8)
+        check("data.sampling", self.sampling, len(self.sampling) > 0, "one setting or more")
+        check_fraction("data.max_drop_fraction", self.max_drop_fraction)
+        check_fraction("data.max_zero_mask_fraction", self.max_zero_mask_fraction)
+        check_one_of("data.until", self.until, ("all", "first"))
+        check_at_least("data.num_workers", self.num_workers, 0)
 
 
 @dataclass(frozen=True)
@@ -209,22 +193,22 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "micro_batch_size", "num_anchors", "log_every"):
-            _at_least(f"train.{name}", getattr(self, name), 1)
+            check_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("save_every", "keep_checkpoints"):
-            _at_least(f"train.{name}", getattr(self, name), 1)
-        _at_least("train.row_tokens", self.row_tokens, 0)
-        _check("train.replay", self.replay, 0.0 <= self.replay < 1.0, "0 to below 1")
+            check_at_least(f"train.{name}", getattr(self, name), 1)
+        check_at_least("train.row_tokens", self.row_tokens, 0)
+        check("train.replay", self.replay, 0.0 <= self.replay < 1.0, "0 to below 1")
         rate = self.learning_rate
-        _check("train.learning_rate", rate, 0.0 < rate < math.inf, "above 0, finite")
-        _fraction("train.min_lr_ratio", self.min_lr_ratio)
-        _fraction("train.warmup_fraction", self.warmup_fraction)
+        check("train.learning_rate", rate, 0.0 < rate < math.inf, "above 0, finite")
+        check_fraction("train.min_lr_ratio", self.min_lr_ratio)
+        check_fraction("train.warmup_fraction", self.warmup_fraction)
         betas = self.betas
         good = len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas)
-        _check("train.betas", betas, good, "two numbers from 0 to below 1")
-        _check("train.eps", self.eps, self.eps > 0.0, "above 0")
-        _at_least("train.weight_decay", self.weight_decay, 0.0)
-        _check("train.clip_norm", self.clip_norm, self.clip_norm > 0.0, "above 0")
-        _check(
+        check("train.betas", betas, good, "two numbers from 0 to below 1")
+        check("train.eps", self.eps, self.eps > 0.0, "above 0")
+        check_at_least("train.weight_decay", self.weight_decay, 0.0)
+        check("train.clip_norm", self.clip_norm, self.clip_norm > 0.0, "above 0")
+        check(
             "train.zero_stage",
             self.zero_stage,
             self.zero_stage in (1, 2),
@@ -232,7 +216,7 @@ class TrainSettings:
             "float32 masters beside bfloat16 weights need stage 1 or 2, and stage 3 would split "
             "the weights that every block reads",
         )
-        _one_of("train.dtype", self.dtype, DTYPES)
+        check_one_of("train.dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True)
@@ -254,13 +238,13 @@ class EvalSettings:
     """Measurements in a row without a better accept length after which the run ends; 0 never."""
 
     def __post_init__(self) -> None:
-        _at_least("eval.every", self.every, 0)
-        _at_least("eval.num_prompts", self.num_prompts, 0)
-        _at_least("eval.max_new_tokens", self.max_new_tokens, 2)
-        _at_least("eval.batch_size", self.batch_size, 1)
-        _at_least("eval.temperature", self.temperature, 0.0)
-        _at_least("eval.early_stop", self.early_stop, 0)
-        _check(
+        check_at_least("eval.every", self.every, 0)
+        check_at_least("eval.num_prompts", self.num_prompts, 0)
+        check_at_least("eval.max_new_tokens", self.max_new_tokens, 2)
+        check_at_least("eval.batch_size", self.batch_size, 1)
+        check_at_least("eval.temperature", self.temperature, 0.0)
+        check_at_least("eval.early_stop", self.early_stop, 0)
+        check(
             "eval.early_stop",
             self.early_stop,
             self.early_stop == 0 or self.every > 0,
@@ -268,130 +252,7 @@ class EvalSettings:
             "set eval.every, or leave eval.early_stop out",
         )
         for temperature in self.final_temperatures:
-            _at_least("eval.final_temperatures", temperature, 0.0)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The process that runs the frozen target."""
-
-    kind: str = "sglang"
-    """sglang, or transformers for tests and tiny targets."""
-    chunked_prefill_size: int = 512
-    """Tokens of one forward pass of a prefill."""
-    max_running_requests: int = 64
-    """Requests in one decode step."""
-    max_in_flight: int = 96
-    """Requests handed to the engine at once."""
-    prefill_together: int = 1
-    """Prompts that SGLang prefills at once while it decodes; fewer wait for a few decode steps. For
-    a small target a prefill of one takes nearly as long as one of many."""
-    port: int = 0
-    """SGLang's port; 0 picks a free one."""
-    num_threads: int = 1
-    """CPU threads per engine rank."""
-    speculate: str = "auto"
-    """Whether the engine runs the draft that is being trained: on (measures the accept length as it
-    is served, and answers faster), off (captures only), auto (on where SGLang can: a GPU, and a
-    draft with a Markov head)."""
-    attention_backend: str = ""
-    """SGLang's on a GPU; empty leaves it to SGLang."""
-    memory_fraction: float = 0.0
-    """Of each target GPU, for weights and KV cache; 0 leaves it to `splitserve plan`'s rule."""
-    kv_cache_tokens: int = 0
-    """Tokens of KV cache; 0 is enough for every running request at its longest."""
-    cuda_graph_batch_sizes: list[int] = field(default_factory=list)
-    """Requests per decode step for which a CUDA graph is captured; empty spreads a few."""
-    mixed_chunk: bool = False
-    """Let prefill chunks and decode steps share forward passes."""
-    selfcheck_tolerance: float = 0.0
-    """Largest mean difference of log-probabilities in the self-check, nats; 0 goes by dtype."""
-    max_restarts: int = 2
-    """Times that an engine or an evaluator that died is started again."""
-    start_timeout_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        _one_of("engine.kind", self.kind, ("sglang", "transformers"))
-        _one_of("engine.speculate", self.speculate, ("auto", "on", "off"))
-        for name in ("chunked_prefill_size", "max_running_requests", "max_in_flight"):
-            _at_least(f"engine.{name}", getattr(self, name), 1)
-        for name in ("prefill_together", "num_threads"):
-            _at_least(f"engine.{name}", getattr(self, name), 1)
-        _check(
-            "engine.memory_fraction",
-            self.memory_fraction,
-            0.0 <= self.memory_fraction < 1.0,
-            "0 to below 1",
-        )
-        _at_least("engine.kv_cache_tokens", self.kv_cache_tokens, 0)
-        for size in self.cuda_graph_batch_sizes:
-            _at_least("engine.cuda_graph_batch_sizes", size, 1)
-        _at_least("engine.selfcheck_tolerance", self.selfcheck_tolerance, 0.0)
-        _at_least("engine.max_restarts", self.max_restarts, 0)
-        _at_least("engine.start_timeout_seconds", self.start_timeout_seconds, 1.0)
-        _check("engine.port", self.port, 0 <= self.port < 65536, "0 to 65535")
-
-
-@dataclass(frozen=True)
-class LayoutSettings:
-    """Which processors do what."""
-
-    device: str = "cpu"
-    """cpu or cuda."""
-    target: list[int] = field(default_factory=list)
-    """GPUs of the target half, counted among the visible ones; an engine splits the target over
-    its share of them (tensor parallel)."""
-    engines: int = 1
-    """Engines of the target half, each with its share of the GPUs and a whole target."""
-    train: list[int] = field(default_factory=list)
-    """GPUs of the draft half, one DeepSpeed rank each; both halves may share a GPU."""
-    train_ranks: int = 2
-    """DeepSpeed ranks on the CPU; on GPUs it is the number of `layout.train`."""
-    train_threads: int = 1
-    """CPU threads of each of them."""
-    eval_threads: int = 1
-    """CPU threads of the evaluator."""
-    ring_bytes: int = 2**30
-    """Memory for hidden states, on each target GPU or shared on the host; what fits stays there for
-    the next epoch."""
-    master_port: int = 0
-    """Rendezvous port of the trainer ranks; 0 picks a free one."""
-    heartbeat_timeout_seconds: float = 120.0
-    """A process that is silent for longer counts as dead."""
-    collective_timeout_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        _one_of("layout.device", self.device, ("cpu", "cuda"))
-        for name in ("target", "train"):
-            self._check_gpus(name, getattr(self, name))
-        engines = self.engines
-        good = engines >= 1 and (not self.target or len(self.target) % engines == 0)
-        allowed = "1 or more, a divisor of the number of layout.target's GPUs"
-        _check("layout.engines", engines, good, allowed, "give each engine as many GPUs")
-        for name in ("train_ranks", "train_threads", "eval_threads", "ring_bytes"):
-            _at_least(f"layout.{name}", getattr(self, name), 1)
-        _check("layout.master_port", self.master_port, 0 <= self.master_port < 65536, "0 to 65535")
-        _at_least("layout.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds, 1.0)
-        _at_least("layout.collective_timeout_seconds", self.collective_timeout_seconds, 1.0)
-
-    def _check_gpus(self, name: str, gpus: list[int]) -> None:
-        field_name = f"layout.{name}"
-        if self.device == "cpu":
-            _check(field_name, gpus, not gpus, "[] on the CPU", "set layout.device=cuda")
-            return
-        good = bool(gpus) and len(set(gpus)) == len(gpus) and min(gpus) >= 0
-        _check(
-            field_name,
-            gpus,
-            good,
-            "one or more different GPU numbers from 0",
-            f"set {field_name}=[0], or take layout=gpu1",
-        )
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether both halves run on GPUs."""
-        return self.device == "cuda"
+            check_at_least("eval.final_temperatures", temperature, 0.0)
 
 
 @dataclass(frozen=True)
@@ -406,8 +267,8 @@ class TrackerSettings:
     """wandb: auto (online with a key, else offline), online or offline."""
 
     def __post_init__(self) -> None:
-        _one_of("tracker.kind", self.kind, TRACKERS)
-        _one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
+        check_one_of("tracker.kind", self.kind, TRACKERS)
+        check_one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
 
 
 @dataclass(frozen=True)
@@ -431,14 +292,14 @@ class RunSettings:
     tracker: TrackerSettings = field(default_factory=TrackerSettings)
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             "target.path",
             self.target.path,
             bool(self.target.path or self.target.random_config or self.target.package),
             "the folder of a Hugging Face model",
             "set target.path=FOLDER, or target=smollm2",
         )
-        _check(
+        check(
             "data.prompts",
             self.data.prompts,
             bool(self.data.prompts or self.data.conversations),
@@ -446,28 +307,28 @@ class RunSettings:
             "set data.prompts=FILE, or data.conversations=SOURCE",
         )
         longest = max(s.max_new_tokens for s in self.data.sampling)
-        _check(
+        check(
             "data.max_tokens",
             self.data.max_tokens,
             self.data.max_tokens > longest or not self.data.prompts,
             f"more than the {longest} tokens of the longest response",
             "raise data.max_tokens or lower data.sampling max_new_tokens",
         )
-        _check(
+        check(
             "draft.block_size",
             self.draft.block_size,
             self.draft.block_size < self.data.max_tokens,
             f"less than data.max_tokens={self.data.max_tokens}",
             "lower draft.block_size, or raise data.max_tokens",
         )
-        _check(
+        check(
             "engine.kind",
             self.engine.kind,
             self.engine.kind == "sglang" or not self.layout.on_gpu,
             "sglang on GPUs",
             "set engine=sglang_gpu, or layout=cpu",
         )
-        _check(
+        check(
             "engine.speculate",
             self.engine.speculate,
             self.engine.speculate != "on" or self.can_speculate,
@@ -475,7 +336,7 @@ class RunSettings:
             "SGLang runs DSPARK nowhere else; leave it out to measure with the embedded decoder",
         )
         float8 = self.objective.float8_logits
-        _check(
+        check(
             "objective.float8_logits",
             float8,
             not float8 or self.layout.device != "cpu",
@@ -483,7 +344,7 @@ class RunSettings:
             "leave it out; it is for GPUs with float8 products",
         )
         row_tokens, max_tokens = self.train.row_tokens, self.data.max_tokens
-        _check(
+        check(
             "train.row_tokens",
             row_tokens,
             row_tokens == 0 or row_tokens >= max_tokens,
@@ -491,7 +352,7 @@ class RunSettings:
             "raise train.row_tokens, or lower data.max_tokens",
         )
         share = -(-self.train.global_batch_size // self.num_ranks)
-        _check(
+        check(
             "train.micro_batch_size",
             self.train.micro_batch_size,
             self.row_tokens > 0 or self.train.micro_batch_size <= share,
