@@ -104,6 +104,13 @@ class Config:
         num_buffers = self.num_stages if from_shared else self.num_stages - 1
         return num_buffers * (self.block_n + self.block_m) * self.block_k * 2
 
+    @property
+    def pdl_lines(self) -> int:
+        """Lines of each row that come to L2 early: about a ring full, a power of two."""
+        if not self.pdl:
+            return 0
+        return 1 << max(0, ((self.num_stages - 1) * self.block_k // _LINE.value).bit_length() - 1)
+
 
 # tl.zeros, tl.cdiv and the like are jitted themselves, for the device, if triton was imported
 # before TRITON_INTERPRET was set; hence the spelled-out forms.
@@ -127,7 +134,7 @@ def _linear_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL_LINES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """`rows` is not specialized: a graph's capture must find the kernel compiled, whatever M is."""
@@ -143,12 +150,12 @@ def _linear_kernel(
     # N * K passes 2^31 for large vocabularies. Rows past the end repeat the last one: a copy
     # without a mask, whose products are not stored.
     w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_stride
-    if PDL:
+    if PDL_LINES:
         # The next kernel may be set up from now on; it waits for this one's end by itself.
         gdc_launch_dependents()
         # W never changes, so its first columns come to L2 while the kernel before still runs.
         # All else, x and the memory that is written, may be in use until then.
-        ahead = first * BLOCK_K + tl.arange(0, (STAGES - 1) * BLOCK_K // _LINE) * _LINE
+        ahead = first * BLOCK_K + tl.arange(0, PDL_LINES) * _LINE
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -346,7 +353,7 @@ def skinny_linear(
             SPLIT=config.split_k,
             STAGES=config.num_stages,
             EVEN_K=num_in % config.block_k == 0,
-            PDL=config.pdl,
+            PDL_LINES=config.pdl_lines,
             UPCAST=not x.is_cuda,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

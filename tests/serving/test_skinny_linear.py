@@ -324,7 +324,11 @@ def test_what_fails_or_differs_is_not_chosen(
     os.environ.get("TRITON_INTERPRET") == "1", reason="triton itself is made for the interpreter"
 )
 @pytest.mark.parametrize(
-    "name", ["m8n64k128s5w4p1", "m16n64k128s3w4p4", "m8n32k256s5w4p2t", "m8n64k128s5w4p4td"]
+    "name",
+    (
+        *("m8n64k128s5w4p1", "m16n64k128s3w4p4", "m8n32k256s5w4p2t"),
+        *("m8n64k128s5w4p4td", "m16n16k256s6w4p1d", "m8n32k32s3w4p2d"),
+    ),
 )
 def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No device is asked for; what an instruction does is not seen, that it is there is."""
@@ -343,7 +347,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
         "SPLIT": config.split_k,
         "STAGES": config.num_stages,
         "EVEN_K": True,
-        "PDL": config.pdl,
+        "PDL_LINES": config.pdl_lines,
         "UPCAST": False,
         "bias_ptr": None,
     }
