@@ -8,9 +8,20 @@ import unicodedata
 from typing import Any
 
 import pytest
-from chat_templates import FAMILIES, Family, Pieces
+from chat_templates import FAMILIES, Pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mask_testing import (
+    Row,
+    assistant,
+    call,
+    check,
+    conversations,
+    expected_mask,
+    renderer_of,
+    spans,
+    user,
+)
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -24,141 +35,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from splitserve.data.conversation import parse_row
 from splitserve.data.refusal import Reason, RowRefused
-from splitserve.data.render import ChatRenderer, Rendered
+from splitserve.data.render import ChatRenderer
 from splitserve.target.prepare import default_cache_dir
 
-Row = dict[str, Any]
-
-
-def user(content: Any) -> Row:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any, **more: Any) -> Row:
-    return {"role": "assistant", "content": content, **more}
-
-
-def call(name: str, **arguments: Any) -> Row:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-@functools.cache
-def renderer_of(
-    name: str, generation: bool = False
-) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
-    tokenizer = FAMILIES[name].tokenizer(generation)
-    return tokenizer, ChatRenderer(tokenizer)
-
-
-@functools.cache
-def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE's letters for bytes, taken from the tokenizer one byte at a time."""
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    table = {}
-    for byte in range(128):
-        table[level.pre_tokenize_str(chr(byte))[0][0]] = byte
-    for first, second in itertools.product(range(0xC2, 0xE0), range(0x80, 0xC0)):
-        letters = level.pre_tokenize_str(bytes((first, second)).decode())[0][0]
-        table |= {letters[0]: first, letters[1]: second}
-    for text in (
-        "\u0800",
-        "\u4e2d",
-        "\uac00",
-        "\uff08",
-        "\U0001f600",
-        "\U00050000",
-        "\U000f0000",
-        "\U00100000",
-    ):
-        letters = level.pre_tokenize_str(text)[0][0]
-        table |= dict(zip(letters, text.encode(), strict=True))
-    for first in range(0xE0, 0xF0):
-        text = bytes((first, 0xA0 if first == 0xE0 else 0x80, 0x80))
-        if first != 0xED:
-            letters = level.pre_tokenize_str(text.decode())[0][0]
-            table |= dict(zip(letters, text, strict=True))
-    return table
-
-
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    added = tokenizer.added_tokens_decoder
-    if token in added:
-        return added[token].content.encode()
-    table = _bytes_of_characters()
-    return bytes(table[c] for c in tokenizer.convert_ids_to_tokens(token))
-
-
-def expected_mask(tokenizer: PreTrainedTokenizerBase, ids: list[int], pieces: Pieces) -> list[bool]:
-    """A token is supervised if all of its bytes are, by the lengths of the tokens alone."""
-    supervised = b"".join(bytes([on]) * len(text.encode()) for text, on in pieces)
-    mask, place = [], 0
-    for token in ids:
-        size = len(token_bytes(tokenizer, token))
-        mask.append(size > 0 and all(supervised[place : place + size]))
-        place += size
-    assert place == len(supervised), "the tokens do not cover the text"
-    return mask
-
-
-def check(
-    tokenizer: PreTrainedTokenizerBase,
-    renderer: ChatRenderer,
-    messages: list[Row],
-    pieces: Pieces,
-    tools: list[Row] | None = None,
-) -> Rendered:
-    """Compare ids with the tokenizer's own, and the mask with the oracle's."""
-    conversation = parse_row({"messages": messages, "tools": tools}, "a", "d")
-    text = tokenizer.apply_chat_template(
-        [{**m, "content": m["content"] or ""} for m in messages], tools=tools, tokenize=False
-    )
-    assert text == "".join(piece for piece, _ in pieces), "the oracle does not know the template"
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    rendered = renderer.render_conversation(conversation.messages, conversation.tools)
-    mask = expected_mask(tokenizer, whole, pieces)
-    length = max(i for i, on in enumerate(mask) if on) + 1
-    assert rendered.token_ids.tolist() == whole[:length]
-    assert rendered.loss_mask.tolist() == mask[:length]
-    return rendered
-
-
 # --- random conversations ------------------------------------------------------------------------
-
-MARKERS = sorted({s for f in FAMILIES.values() for s in f.special})
-FRAGMENTS = st.sampled_from(
-    [
-        *MARKERS, "<|im_start|>assistant\n", "<|head|>assistant<|/head|>\n\n", "<turn>model\n",
-        "[/INST] ", "\n", "\n\n", "\r\n", " ", "  ", "two", " plus", "It is four.", "a",
-        "\u00e9", "e\u0301", "\u4e2d\u6587", "\U0001f600", "\ufb01", "\u200d", "<tool_call>",
-        "{{ 1 }}", "{% endfor %}", '{"a": 1}', "\u2028", "assistant", "\t", "\x00",
-    ]
-)  # fmt: skip
-TEXTS = st.lists(FRAGMENTS, max_size=5).map("".join)
-
-
-@st.composite
-def conversations(draw: st.DrawFn, family: Family) -> list[Row]:
-    count = draw(st.integers(1, 6))
-    if family.alternates:
-        roles = list(itertools.islice(itertools.cycle(("user", "assistant")), count + 1))
-        if draw(st.booleans()):
-            roles.insert(0, "system")
-    else:
-        roles = [draw(st.sampled_from(family.roles[1:])) for _ in range(count)]
-        if draw(st.booleans()):
-            roles.insert(0, "system")
-        roles.insert(draw(st.integers(1, len(roles))), "assistant")
-    messages = []
-    for role in roles:
-        message: Row = {"role": role, "content": draw(TEXTS)}
-        if role == "assistant" and family.name == "chatml_tools":
-            if draw(st.booleans()):
-                message["reasoning_content"] = draw(TEXTS)
-            if draw(st.booleans()):
-                names = draw(st.lists(st.sampled_from(["look", "add"]), min_size=1, max_size=2))
-                message["tool_calls"] = [call(n, text=draw(TEXTS), number=3) for n in names]
-        messages.append(message)
-    return messages
 
 
 @pytest.mark.parametrize("generation", [False, True])
@@ -295,19 +175,6 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
 }
 
 
-def spans(tokenizer: PreTrainedTokenizerBase, rendered: Rendered) -> list[str]:
-    """The text of each supervised run of tokens."""
-    runs: list[list[int]] = []
-    before = False
-    for token, on in zip(rendered.token_ids.tolist(), rendered.loss_mask.tolist(), strict=True):
-        if on and not before:
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-        before = on
-    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
-
-
 @pytest.mark.parametrize("generation", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_supervised_spans(case: str, generation: bool) -> None:
@@ -416,152 +283,6 @@ def test_long_texts_are_cut_without_changing_a_token() -> None:
     assert rendered.token_ids.tolist() == ids[: len(rendered.token_ids)]
     pieces = FAMILIES["chatml_tools"].pieces(messages)
     assert rendered.loss_mask.tolist() == expected_mask(tokenizer, ids, pieces)[: len(ids) - 1]
-
-
-# --- what a template cannot express --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "messages", "reason"),
-    [
-        ("chatml_tools", [user("x")], Reason.NO_ANSWER),
-        ("chatml_tools", [{"role": "system", "content": "s"}], Reason.NO_ANSWER),
-        ("chatml_tools", [user("x"), assistant(" \n")], Reason.EMPTY_ANSWER),
-        (
-            "chatml_tools",
-            [user("x"), assistant("y"), {"role": "system", "content": "s"}],
-            Reason.TEMPLATE_ERROR,
-        ),
-        (
-            "chatml_tools",
-            [{"role": "developer", "content": "s"}, assistant("y")],
-            Reason.TEMPLATE_ERROR,
-        ),
-        ("brackets", [user("x"), assistant("y"), assistant("z")], Reason.TEMPLATE_ERROR),
-        ("turns", [user("x"), user("y"), assistant("z")], Reason.TEMPLATE_ERROR),
-        (
-            "role_tokens",
-            [user("x"), assistant("y"), {"role": "tool", "content": "z"}, assistant("a")],
-            Reason.MESSAGE_NOT_RENDERED,
-        ),
-        ("role_tokens", [user("x"), assistant("<think>hm</think>")], Reason.MESSAGE_NOT_RENDERED),
-        (
-            "role_tokens",
-            [user("x"), assistant("", tool_calls=[call("f", a="b")])],
-            Reason.MESSAGE_NOT_RENDERED,
-        ),
-        (
-            "chatml_tools",
-            [user("x"), assistant("", tool_calls=[call("f", **{"<|im_end|>": 1})])],
-            Reason.ANSWER_NOT_TRACED,
-        ),
-        ("headers", [user("\U000f0001 \U00100001"), assistant("y")], Reason.ANSWER_NOT_TRACED),
-    ],
-)
-def test_refused_with_a_reason(name: str, messages: list[Row], reason: Reason) -> None:
-    _, renderer = renderer_of(name)
-    with pytest.raises(RowRefused) as caught:
-        renderer.render_conversation(messages)
-    assert caught.value.reason is reason, caught.value
-
-
-REWRITING = {
-    "upper": "{% for m in messages %}{{ m.role }}:{{ m.content | upper }}<|eot|>{% endfor %}",
-    "first character": "{% for m in messages %}{{ m.content[1:] }}<|eot|>{% endfor %}",
-    "twice": "{% for k in [1, 2] %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfor %}",
-    "in pairs": "{% for i in range(0, messages | length, 2) %}{{ messages[i].content }}<|eot|>"
-    "{{ messages[i + 1].content }}<|eot|>{% endfor %}",
-    "two lists": "{% set rest = messages[1:] + messages[:1] %}{% for i in range(messages | length)"
-    " %}{{ messages[i].content }}{{ rest[i].role }}<|eot|>{% endfor %}",
-    "set later": "{% for i in range(messages | length) %}{% set later = messages %}"
-    "{{ later[i].content }}<|eot|>{% endfor %}",
-    "without a loop": "{{ messages[0].content }}<|eot|>{{ messages[1].content }}<|eot|>",
-    "length": "{% for m in messages %}{{ m.content | length }} {{ m.content }}<|eot|>{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("kind", REWRITING)
-def test_an_answer_that_cannot_be_followed_is_refused(kind: str) -> None:
-    tokenizer = FAMILIES["headers"].tokenizer()
-    tokenizer.chat_template = REWRITING[kind]
-    rows = [([user("ask"), assistant("say")], ()), ([user("x"), assistant("\u00df")], ())]
-    outcomes = ChatRenderer(tokenizer).render_batch(rows)
-    reasons = [o.refused.reason if o.refused else None for o in outcomes]
-    # Marks have no upper case, so what does not depend on the case can be followed.
-    assert reasons == ([None, None] if kind == "upper" else [Reason.ANSWER_NOT_TRACED] * 2)
-
-
-BY_INDEX = {
-    "range": "{% for i in range(messages | length) %}{% set m = messages[i] %}BODY{% endfor %}",
-    "range of a slice": "{% set rest = messages[1:] if messages[0].role == 'system' else messages"
-    " %}{% for i in range(rest | length) %}{% set m = rest[i] %}BODY{% endfor %}",
-    "loop.index0": "{% for _ in messages %}{% set m = messages[loop.index0] %}BODY{% endfor %}",
-    "index of another list": "{% for n in range(messages | length) %}{% for t in tools or [] %}"
-    "{{ t.name }}{% endfor %}{% set m = messages[loop.index0] %}BODY{% endfor %}",
-    "with a look at the one before": "{% for i in range(messages | length) %}{% set m = messages[i]"
-    " %}{% if i and messages[i - 1].role == m.role %}{{ '' }}{% endif %}BODY{% endfor %}",
-    "the one before by index": "{% set rest = messages[1:] %}{% for m in messages[:1] %}BODY"
-    "{% endfor %}{% for m in rest %}{% if messages[loop.index0].role == 'tool' %}{{ '' }}"
-    "{% endif %}BODY{% endfor %}",
-}
-BODY = (
-    "{{ '<|head|>' + m['role'] + '<|/head|>\\n\\n' }}GEN_OPEN"
-    "{{ m['content'] | trim + '<|eot|>' }}GEN_CLOSE"
-)
-
-
-@pytest.mark.parametrize("generation", [False, True])
-@pytest.mark.parametrize("kind", BY_INDEX)
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_loops_over_indices(kind: str, generation: bool, data: st.DataObject) -> None:
-    """The masks are those of the same template with a plain loop."""
-    family = FAMILIES["headers"]
-    messages = data.draw(conversations(family))
-    if kind == "range of a slice" and messages[0]["role"] == "system":
-        messages = messages[1:]
-    tokenizer = family.tokenizer()
-    tags = ("{% generation %}", "{% endgeneration %}") if generation else ("", "")
-    body = BODY.replace("GEN_OPEN", tags[0]).replace("GEN_CLOSE", tags[1])
-    prompt = "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
-    tokenizer.chat_template = "{{ bos_token }}" + BY_INDEX[kind].replace("BODY", body) + prompt
-    pieces = family.pieces(messages)
-    renderer = ChatRenderer(tokenizer)
-    if any(on for _, on in pieces):
-        check(tokenizer, renderer, messages, pieces)
-    else:
-        with pytest.raises(RowRefused, match="empty_answer"):
-            renderer.render_conversation(messages)
-
-
-def test_private_use_characters_of_one_plane_are_text() -> None:
-    for character in ("\U00100003", "\U000f0003"):
-        tokenizer, renderer = renderer_of("headers")
-        messages = [user(character), assistant(f"a{character}")]
-        check(tokenizer, renderer, messages, FAMILIES["headers"].pieces(messages))
-
-
-def test_more_messages_than_marks_are_refused() -> None:
-    _, renderer = renderer_of("headers")
-    messages = [m for _ in range(17_000) for m in (user("x"), assistant("y"))]
-    with pytest.raises(RowRefused, match="more messages than there are marks"):
-        renderer.render_conversation(messages)
-    with pytest.raises(RowRefused, match="more parts than there are marks"):
-        renderer.render_conversation(messages[:32_700])
-
-
-def test_loops_that_are_left_early_and_captured_output() -> None:
-    tokenizer = FAMILIES["headers"].tokenizer()
-    tokenizer.chat_template = (
-        "{% macro turn(m) %}{{ '<|head|>' ~ m.role ~ '<|/head|>' ~ m.content ~ '<|eot|>' }}"
-        "{% endmacro %}{% set text %}{% for m in messages %}"
-        "{% if m.role == 'user' %}{{ turn(m) }}{% continue %}{% endif %}{{ turn(m) }}"
-        "{% if m.content == 'stop' %}{% break %}{% endif %}{% endfor %}{% endset %}{{ text }}"
-        "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>' }}{% endif %}"
-    )
-    renderer = ChatRenderer(tokenizer)
-    rendered = renderer.render_conversation([user("a"), assistant("b"), user("c"), assistant("d")])
-    assert spans(tokenizer, rendered) == ["b<|eot|>", "d<|eot|>"]
 
 
 def test_tools_reach_the_template() -> None:
