@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from splitserve.engine.processes import descendants
+from serving.processes import descendants
 
 
 def tree_memory(root: int, kind: str = "Pss:") -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from serving.processes import kill_descendants
 from splitserve.engine.base import EngineError, EngineSpec, Result, ResultSink, TargetEngine
-from splitserve.engine.processes import kill_descendants
 from splitserve.engine.selfcheck import check_capture
 from splitserve.messages import EngineReady, Evaluate, Generate, Stop, Teach, UpdateDraft
 

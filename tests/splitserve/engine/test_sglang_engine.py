@@ -14,10 +14,10 @@ import torch
 from engine_testing import make_spec, reference_states, tokens
 
 from serving.leftovers import _mapped
+from serving.processes import descendants
 from splitserve.engine import sglang_engine
 from splitserve.engine.base import EngineError
 from splitserve.engine.plugin import teach_rid
-from splitserve.engine.processes import descendants
 from splitserve.engine.selfcheck import check_capture
 from splitserve.engine.sglang_engine import SGLangEngine
 from splitserve.messages import Generate, Generated, Rejected, Sampling, Taught, Teach

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.engine.processes import members
+from serving.processes import members
 from splitserve.run.process import ChildProcess
 
 WORKER = """
