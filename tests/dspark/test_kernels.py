@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tolerances import assert_close, assert_rms
+from triton_testing import CUDA, DEVICE, triton_module
 
-import dspark
 from dspark.fused import RowStatistics
 from dspark.objective import ObjectiveConfig
 from dspark.reference import block_weights, row_terms
@@ -24,8 +23,6 @@ pytest.importorskip("triton", reason="triton has no build for this platform")
 # The interpreter computes with numpy, which speaks up about the infinities of masked lanes.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 BLOCK = 3
 TERMS = ("ce", "l1", "nla", "kl", "lk_hybrid")
 MIXTURE = ObjectiveConfig(
@@ -36,24 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
-    """The module; without a device a copy for the interpreter.
-
-    Triton chooses when a kernel is decorated. A copy leaves the choice of other tests alone, and
-    does not depend on what they imported.
-    """
-    if CUDA:
-        from dspark import kernels
-
-        yield kernels
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.spec_from_file_location(
-            "interpreted_kernels", dspark.__path__[0] + "/kernels.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with triton_module("dspark.kernels") as module:
         yield module
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from serving import kernels as kernels_package
+from triton_testing import CUDA, DEVICE, triton_module
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 # The interpreter computes with numpy, which speaks up about the infinities of masked lanes.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 # The interpreter multiplies the bit patterns of bfloat16.
 DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -29,22 +24,7 @@ KV_HEADS = 2
 
 @pytest.fixture(scope="module")
 def attention() -> Iterator[ModuleType]:
-    """The module; without a device a copy for Triton's interpreter."""
-    if CUDA:
-        from serving.kernels import decode_attention
-
-        yield decode_attention
-        return
-    name = "interpreted_decode_attention"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.spec_from_file_location(
-            name, kernels_package.__path__[0] + "/decode_attention.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
+    with triton_module("serving.kernels.decode_attention") as module:
         yield module
 
 

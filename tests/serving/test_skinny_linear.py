@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import mmap
 import os
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-
-from serving import kernels as package
+from triton_testing import CUDA, DEVICE, copy_module, triton_module
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROWS = (1, 5, 8, 16)
 # One program a tile, splits that do and do not divide the steps, and both by tensor maps.
 CONFIGS = (
@@ -33,25 +28,8 @@ CONFIGS = (
 
 @pytest.fixture(scope="module")
 def skinny() -> Iterator[ModuleType]:
-    """The module; without a device a copy for Triton's interpreter."""
-    if CUDA:
-        from serving.kernels import skinny_linear
-
-        yield skinny_linear
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield copy_module("interpreted_skinny_linear", patch)
-
-
-def copy_module(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
-    """The module once more: Triton chooses what a kernel becomes when it is decorated."""
-    spec = importlib.util.spec_from_file_location(name, package.__path__[0] + "/skinny_linear.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    patch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    with triton_module("serving.kernels.skinny_linear") as module:
+        yield module
 
 
 @pytest.fixture
@@ -338,7 +316,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    skinny_linear = copy_module("compiled_skinny_linear", monkeypatch)
+    skinny_linear = copy_module("serving.kernels.skinny_linear", monkeypatch)
     config, kernel = skinny_linear.Config.parse(name), skinny_linear._linear_kernel
     constants = {
         "BLOCK_M": config.block_m,

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
-
-from splitserve import engine
+from triton_testing import DEVICE, triton_module
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 NO_LIMIT = 1 << 30
 
 
 @pytest.fixture(scope="module")
 def renorm() -> Iterator[ModuleType]:
-    """The module; without a device a copy for Triton's interpreter."""
-    if CUDA:
-        from splitserve.engine import renorm
-
-        yield renorm
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.spec_from_file_location(
-            "interpreted_renorm", engine.__path__[0] + "/renorm.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with triton_module("splitserve.engine.renorm") as module:
         yield module
 
 

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from transport_testing import LAYOUT, random_rows, token_ids
+from triton_testing import DEVICE, triton_module
 
-from splitserve import transport
 from splitserve.messages import SlotRef
 from splitserve.transport.ring import BatchRows, RingLayout, RingOwner, RingWriter
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
-    """The module; without a device a copy for Triton's interpreter."""
-    if CUDA:
-        from splitserve.transport import kernels
-
-        yield kernels
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.spec_from_file_location(
-            "interpreted_ring_kernels", transport.__path__[0] + "/kernels.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with triton_module("splitserve.transport.kernels") as module:
         yield module
 
 
