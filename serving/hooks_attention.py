@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from serving.hooks_kernels import LOG_MARK
+
 FORWARD = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend"
 MAX_REQUESTS = 8
 """With more, FlashAttention has enough to do to fill the GPU."""
 
-LOG_MARK = "kernels: "
-"""Every line that this writes into SGLang's log has it."""
 
 logger = logging.getLogger("serving.kernels")
 

@@ -14,6 +14,8 @@ from typing import Any
 
 ENVIRONMENT = "SPLITSERVE_KERNELS"
 PARTS = ("attention", "linear")
+LOG_MARK = "kernels: "
+"""Every line that these write into SGLang's log has it."""
 
 
 def parse_kernels(text: str) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from serving.hooks_kernels import LOG_MARK
+
 CHOICES = "SPLITSERVE_LINEAR_CHOICES"
 """Path of a file of choices; unset, every start times."""
 APPLY = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
@@ -34,8 +36,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 PLAIN_METHODS = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
 """Of an lm_head whose product SGLang computes with its plain weight."""
 LIBRARY = "library"
-LOG_MARK = "kernels: "
-"""Every line that this writes into SGLang's log has it."""
 
 logger = logging.getLogger("serving.kernels")
 

@@ -184,6 +184,8 @@ def _is_json(file: Path) -> bool:
 def _kernel_problems(request: Request) -> list[str]:
     if not request.kernels:
         return []
+    if request.kernels == ("attention",) and not request.profile.is_dspark:
+        return ["kernels=attention has no effect without a DSPARK profile; leave it out"]
     if request.gpu not in (Gpu.HOPPER, Gpu.BLACKWELL):
         return [f"kernels={','.join(request.kernels)} need a GPU of Hopper or later; leave it out"]
     try:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from serving import hooks_fold
+from serving import hooks_fold, hooks_kernels
 from serving.audit import Observed, Row, audit, read_counters
 from serving.bench import Workload, drafts_per_round, run_once
 from serving.census import Census, census
@@ -34,8 +34,9 @@ async def running(launch: Launch, log: Path) -> AsyncIterator[EngineProcess]:
     """
     server = await EngineProcess.start(launch, log)
     try:
-        if hooks_fold.ENVIRONMENT in launch.environment_dict():
-            check_fold(log)
+        for hooks in (hooks_fold, hooks_kernels):
+            if hooks.ENVIRONMENT in launch.environment_dict():
+                check_hooks(log, hooks.ENVIRONMENT, hooks.LOG_MARK)
         yield server
     finally:
         await server.close()
@@ -51,16 +52,16 @@ async def at(url: str) -> AsyncIterator[HttpServer]:
         await server.close()
 
 
-def check_fold(log: Path) -> None:
-    """See that the hooks were there, and show what they left out.
+def check_hooks(log: Path, variable: str, mark: str) -> None:
+    """See that the hooks which a variable asks for were there, and show what they said.
 
     Raises:
         ServerError: they were not.
     """
-    lines = [x for x in log.read_text(errors="replace").splitlines() if hooks_fold.LOG_MARK in x]
+    lines = [x for x in log.read_text(errors="replace").splitlines() if mark in x]
     if not lines:
         raise ServerError(
-            f"{hooks_fold.ENVIRONMENT} is set and {log} shows no line of it: SGLang did not load "
+            f"{variable} is set and {log} shows no line of it: SGLang did not load "
             "this package's plugin; install the package with its entry points, and leave "
             "SGLANG_PLUGINS unset"
         )

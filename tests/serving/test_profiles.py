@@ -177,6 +177,9 @@ def test_kernels_of_our_own_are_asked_for_and_refused(dense: dict[str, str]) -> 
     launch = build_launch(Request(**static, gpu=Gpu.HOPPER, **dense))
     assert launch.environment_dict()["SPLITSERVE_KERNELS"] == "all"
     refused("need a GPU of Hopper or later", Request(**static, gpu=Gpu.AMPERE, **dense))
+    plain = {"profile": Profile.PLAIN, "target_path": dense["target_path"], "gpu": Gpu.HOPPER}
+    refused("no effect without a DSPARK profile", Request(**plain, kernels=("attention",)))
+    assert build_launch(Request(**plain, kernels=("linear",))).environment_dict()
     wrong = {**static, "kernels": ("moe",)}
     refused("kernels='moe' is not usable", Request(**wrong, gpu=Gpu.HOPPER, **dense))
 

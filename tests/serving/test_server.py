@@ -22,7 +22,7 @@ from serving.host import launch_from_line, launch_to_line
 from serving.launch_spec import Launch, Setting
 from serving.measure import Answer, Ask, record_stream
 from serving.server import EngineProcess, HttpServer, ServerError
-from serving.session import check_fold
+from serving.session import check_hooks
 from serving.workload import Prompt
 
 LAUNCH = Launch("plain", (Setting("tp_size", 1, ""), Setting("bs", (1, 2), "")))
@@ -208,9 +208,9 @@ def test_a_fold_without_its_plugin_is_refused(
     log = tmp_path / "log"
     log.write_text("ready\n")
     with pytest.raises(ServerError, match="did not load this package's plugin"):
-        check_fold(log)
+        check_hooks(log, "SPLITSERVE_FOLD", "fold: ")
     log.write_text("ready\n12:00 fold: accept into the verify graph\n")
-    check_fold(log)
+    check_hooks(log, "SPLITSERVE_FOLD", "fold: ")
     assert "fold: accept" in capsys.readouterr().err
 
 
