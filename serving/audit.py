@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.facts import Family
+from serving.hooks_kernels import parse_kernels
 from serving.trace import StepFacts
 
 
@@ -154,6 +155,10 @@ def _dspark(observed: Observed) -> bool:
 
 def _ling(observed: Observed) -> bool:
     return observed.family is Family.LING3
+
+
+def _asks_for(part: str) -> Callable[[Observed], bool]:
+    return lambda observed: part in parse_kernels(str(observed.facts.get("own_kernels", "")))
 
 
 def _both(*conditions: Callable[[Observed], bool]) -> Callable[[Observed], bool]:
@@ -314,6 +319,18 @@ CHECKS: tuple[Check, ...] = (
         _dspark,
         _fact("proposal_in_graph", good=True, text="the Markov block is the graph's tail"),
         "a launch a drafted token",
+    ),
+    Check(
+        "our own decode attention",
+        _asks_for("attention"),
+        _kernel(r"decode_attention_kernel"),
+        "three launches and a copy more a layer, and half the bandwidth",
+    ),
+    Check(
+        "our own products of few rows",
+        _asks_for("linear"),
+        _kernel(r"skinny_linear_kernel"),
+        "weights at cuBLAS's bandwidth; also off where that was the faster",
     ),
     Check("accept in the verify graph", _dspark, _share("accept"), "some ten launches a step"),
     Check(

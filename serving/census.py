@@ -32,7 +32,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ),
     ("router and glue", r"moe_align|router|top_?k|moe_sum|moe_fused_gate|count_and_sort|gate_topk"),
     ("MoE GEMM", r"fused_moe|moe.*gemm|grouped_?gemm|group_gemm|moe_gemm|bmm_.*moe|mxfp4"),
-    ("dense GEMM", r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matvec|tgv"),
+    ("dense GEMM", r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matvec|tgv|skinny"),
     (
         "router and glue",
         r"norm|silu|swiglu|act_and_mul|rope|rotary|elementwise|copy|cat|index|scatter|gather|quant"

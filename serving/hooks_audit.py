@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from serving import hooks_kernels
+
 ENVIRONMENT = "SPLITSERVE_AUDIT"
 _DSPARK = "sglang.srt.speculative.dspark_components"
 DECODE = f"{_DSPARK}.dspark_worker_v2.DSparkWorkerV2._forward_decode"
@@ -70,6 +72,7 @@ class Counters:
         from sglang.srt.runtime_context import get_parallel
 
         self.facts["tp_rank"] = get_parallel().tp_rank
+        self.facts["own_kernels"] = os.environ.get(hooks_kernels.ENVIRONMENT, "")
         backend = getattr(runner, "attn_backend", None)
         self.facts["attention"] = type(backend).__name__
         linear = getattr(backend, "linear_attn_backend", None)

@@ -124,7 +124,7 @@ def _merge_rows(
 
 
 @triton.jit
-def _attend_kernel(
+def decode_attention_kernel(
     q_ptr,
     q_stride_token,
     q_stride_head,
@@ -278,7 +278,7 @@ def _attend_kernel(
 
 
 @triton.jit
-def _merge_kernel(
+def merge_attention_kernel(
     lengths_ptr,
     out_ptr,
     out_stride_token,
@@ -447,7 +447,7 @@ def decode_attention(
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * _LOG2E
     out = (out_THD, out_THD.stride(0), out_THD.stride(1))
     with torch.cuda.device_of(q_THD):
-        _attend_kernel[(tiling.num_splits, pairs)](
+        decode_attention_kernel[(tiling.num_splits, pairs)](
             *(q_THD, q_THD.stride(0), q_THD.stride(1)),
             *(k_pool, *_strides(k_pool), v_pool, *_strides(v_pool)),
             *(page_table, page_table.stride(0), cache_seqlens),
@@ -463,7 +463,7 @@ def decode_attention(
         if second:
             rows = MERGE_ROWS["second"]
             options: dict[str, Any] = {"launch_pdl": True} if tiling.early else {}
-            _merge_kernel[(pairs, -(-q_len * group // rows))](
+            merge_attention_kernel[(pairs, -(-q_len * group // rows))](
                 *(cache_seqlens, *out, scratch.partial, scratch.lse, kv_heads),
                 MERGE_ROWS=rows,
                 num_warps=4,

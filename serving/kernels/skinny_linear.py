@@ -115,7 +115,7 @@ class Config:
 # tl.zeros, tl.cdiv and the like are jitted themselves, for the device, if triton was imported
 # before TRITON_INTERPRET was set; hence the spelled-out forms.
 @triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(
+def skinny_linear_kernel(
     x_ptr,
     w_ptr,
     x_desc,
@@ -233,7 +233,7 @@ def _store(acc, bias_ptr, y_ptr, m, n, is_row, N):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _silu_mul_kernel(
+def skinny_silu_mul_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
@@ -344,7 +344,7 @@ def skinny_linear(
             weight, list(weight.shape), list(weight.stride()), [config.block_n, config.block_k]
         )
     with torch.cuda.device_of(x):
-        _linear_kernel[(config.num_tiles(num_out) * config.split_k,)](
+        skinny_linear_kernel[(config.num_tiles(num_out) * config.split_k,)](
             *(x, weight, x_desc, w_desc, bias, y, partial, counters),
             *(rows, num_out, num_in, weight.stride(0)),
             BLOCK_M=config.block_m,
@@ -390,7 +390,7 @@ def skinny_silu_mul_linear(
     assert config.split_k == 1 and not config.tma and rows <= config.block_m, f"{config} here"
     y = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
-        _silu_mul_kernel[(config.num_tiles(num_out),)](
+        skinny_silu_mul_kernel[(config.num_tiles(num_out),)](
             *(x, weight, y, rows, num_out, num_in, weight.stride(0)),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,

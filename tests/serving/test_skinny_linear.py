@@ -317,7 +317,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     skinny_linear = copy_module("serving.kernels.skinny_linear", monkeypatch)
-    config, kernel = skinny_linear.Config.parse(name), skinny_linear._linear_kernel
+    config, kernel = skinny_linear.Config.parse(name), skinny_linear.skinny_linear_kernel
     constants = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
