@@ -232,53 +232,6 @@ def _store(acc, bias_ptr, y_ptr, m, n, is_row, N):
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=is_row & is_out[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def skinny_silu_mul_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    rows,
-    N,
-    K,
-    w_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """N gate rows of W, then N up rows; a program takes BLOCK_N of each."""
-    m = tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    is_row = (m < rows)[None, :]
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    gate_at = w_ptr + row[:, None] * w_stride + k[None, :]
-    up_at = w_ptr + (row + N)[:, None] * w_stride + k[None, :]
-    x_at = x_ptr + m[None, :] * K + k[:, None]
-    gate = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
-    up = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN_K:
-            x = tl.load(x_at + start, mask=is_row, other=0.0)
-            w_gate = tl.load(gate_at + start, eviction_policy="evict_first")
-            w_up = tl.load(up_at + start, eviction_policy="evict_first")
-        else:
-            inside = start + k < K
-            x = tl.load(x_at + start, mask=is_row & inside[:, None], other=0.0)
-            w_gate = tl.load(gate_at + start, mask=inside[None, :], other=0.0)
-            w_up = tl.load(up_at + start, mask=inside[None, :], other=0.0)
-        gate = _add_product(gate, w_gate, x, UPCAST)
-        up = _add_product(up, w_up, x, UPCAST)
-    # Rounded as the product that an activation kernel would read.
-    gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
-    up = up.to(y_ptr.dtype.element_ty).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    at = y_ptr + m[None, :] * N + n[:, None]
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_row & (n < N)[:, None])
-
-
 def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
     """Why the kernels cannot compute this product; empty if they can."""
     for bad, why in (
@@ -367,41 +320,6 @@ def make_counters(weight: torch.Tensor, config: Config) -> torch.Tensor | None:
     if config.split_k == 1:
         return None
     return torch.zeros(config.num_tiles(weight.shape[0]), dtype=torch.int32, device=weight.device)
-
-
-def skinny_silu_mul_linear(
-    x: torch.Tensor, weight: torch.Tensor, *, config: Config | None = None
-) -> torch.Tensor:
-    """silu(x G^T) * (x U^T), [M, N], for a weight [2 N, K] of G's rows, then U's.
-
-    Both products are rounded to their type before the activation, as where it is a kernel of its
-    own. `config` splits nothing and uses no TMA.
-
-    Raises:
-        ValueError: as `skinny_linear`, or an odd number of rows.
-    """
-    why = why_not(x, weight) or ("an odd number of rows" if weight.shape[0] % 2 else "")
-    if why:
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: {why}; use two kernels"
-        )
-    (rows, num_in), num_out = x.shape, weight.shape[0] // 2
-    config = config or Config(row_bucket(rows), 32, 128, 5, 4)
-    assert config.split_k == 1 and not config.tma and rows <= config.block_m, f"{config} here"
-    y = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
-    with torch.cuda.device_of(x):
-        skinny_silu_mul_kernel[(config.num_tiles(num_out),)](
-            *(x, weight, y, rows, num_out, num_in, weight.stride(0)),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            STAGES=config.num_stages,
-            EVEN_K=num_in % config.block_k == 0,
-            UPCAST=not x.is_cuda,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return y
 
 
 # --- what to run --------------------------------------------------------------------------------
