@@ -26,10 +26,7 @@ class PrefillGate:
 
     def new_prefill(self, original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
         """Around the scheduler's choice of a prefill: none for now, or SGLang's own."""
-        room = scheduler.max_running_requests - running_batch.batch_size()
-        few = 0 < min(room, len(scheduler.waiting_queue)) < self._together
-        # The rest of a prompt that is under way holds memory and blocks all others.
-        if few and scheduler.chunked_req is None and not running_batch.is_empty():
+        if self._waits(scheduler, running_batch):
             self._held += 1
             if self._held <= PATIENCE_STEPS:
                 from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -37,3 +34,19 @@ class PrefillGate:
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         self._held = 0
         return original(scheduler, running_batch)
+
+    def _waits(self, scheduler: Any, running_batch: Any) -> bool:
+        """Whether more prompts would make the prefill worth more than the wait costs."""
+        queue = scheduler.waiting_queue
+        most = scheduler.max_running_requests
+        # Of a batch that is not much larger, too much would stand empty.
+        together = min(self._together, most // 4)
+        few = 0 < min(most - running_batch.batch_size(), len(queue)) < together
+        # The rest of a prompt that is under way holds memory and blocks all others.
+        if not few or scheduler.chunked_req is not None:
+            return False
+        tokens = sum(len(request.origin_input_ids) for request in queue[:together])
+        if tokens >= (scheduler.chunked_prefill_size or tokens + 1):
+            return False
+        # A prompt that is only taught ends with its prefill, whose result may be on its way.
+        return any(request.sampling_params.max_new_tokens > 1 for request in running_batch.reqs)
