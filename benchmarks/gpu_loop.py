@@ -115,8 +115,14 @@ def pace_figures(run: Path) -> dict[str, float]:
     Means over the logged intervals but the first quarter, in which the target starts, the trainers
     compile and the first batch is waited for.
     """
-    rows = list(read_json_lines(run / METRICS_NAME))
-    train = [row for row in rows if row["kind"] == "train"]
+    train: list[dict[str, Any]] = []
+    for row in read_json_lines(run / METRICS_NAME):
+        if row["kind"] != "train":
+            continue
+        # A resumed run's clock starts again.
+        if train and row["elapsed_seconds"] < train[-1]["elapsed_seconds"]:
+            train.clear()
+        train.append(row)
     if len(train) < 4:
         raise ValueError(f"--run={run}: {len(train)} logged intervals; let it go on to four")
     settled = train[len(train) // 4 :]
@@ -132,13 +138,13 @@ def pace_figures(run: Path) -> dict[str, float]:
         figures[name] = max(row[name] for row in train)
     reports = [r for row in read_json_lines(run / EVALS_NAME) for r in row["report"]["reports"]]
     updates = [r["timings"]["hot_update_seconds"] for r in reports if "timings" in r]
-    figures["hot_update_seconds"] = statistics.median(updates)
+    if updates:
+        figures["hot_update_seconds"] = statistics.median(updates)
     figures["hot_updates_from_device"] = sum(
         r["settings"].get("draft_source") == "device" for r in reports
     )
-    figures["largest_proposal_margin_logits"] = max(
-        r["settings"].get("proposal_margin", 0.0) for r in reports
-    )
+    margins = [r["settings"].get("proposal_margin", 0.0) for r in reports]
+    figures["largest_proposal_margin_logits"] = max(margins, default=0.0)
     return figures
 
 

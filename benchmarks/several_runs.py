@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in options.add:
         figures |= json.loads(path.read_text())["figures"]
     for text in options.runs:
-        label, equals, folder = text.rpartition("=")
+        label, equals, folder = text.partition("=")
         if not equals:
             parser.error(f"--runs {text}: allowed: LABEL=FOLDER; write =FOLDER for no label")
         prefix = f"{label}_" if label else ""

@@ -35,9 +35,9 @@ class ObjectiveResult(NamedTuple):
     `loss` is differentiable and already multiplied by the scales; `metrics` are detached sums over
     the micro-batch: scalars, or one number per block position.
 
-    A tuple, because DeepSpeed looks for the loss in tuples, lists and dicts alone. From an output
-    in which it finds none, its BF16_Optimizer (0.19.8) adds the gradients of a window's earlier
-    micro-batches again with every later one.
+    A tuple, because DeepSpeed looks for the loss in tuples, lists and dicts alone, to hook its
+    backward pass. Where it finds none and gradients stay until the next pass, its BF16_Optimizer
+    (0.19.8) adds those of a window's earlier micro-batches again with every later one.
     """
 
     loss: torch.Tensor

@@ -21,7 +21,8 @@ class EngineSettings:
     """Requests handed to the engine at once."""
     prefill_together: int = 1
     """Prompts that SGLang prefills at once while it decodes; fewer wait for a few decode steps. For
-    a small target a prefill of one takes nearly as long as one of many."""
+    a small target a prefill of one takes nearly as long as one of many. A quarter of
+    max_running_requests, or a full pass, is always enough."""
     port: int = 0
     """SGLang's port; 0 picks a free one."""
     num_threads: int = 1

@@ -87,6 +87,27 @@ def test_a_part_that_fails_is_said_and_the_others_stay(
     assert {"step_ms", "compact_step_ms"} <= set(record(tmp_path, "ling3")["figures"])
 
 
+def test_what_fails_alone_leaves_an_earlier_record(
+    opened: list[MeasureOptions], tmp_path: Path
+) -> None:
+    assert script.main(["ling3", "--parts", "plain", "--folder", "r"]) == 0
+    before = record(tmp_path, "ling3")
+    assert script.main(["ling3", "--parts", "nextn", "--folder", "r"]) == 1
+    assert record(tmp_path, "ling3") == before
+
+
+def test_kernels_of_our_own_need_not_give_the_same_bytes(
+    opened: list[MeasureOptions], tmp_path: Path
+) -> None:
+    options = ["--parts", "pair", "--kernels", "all", "--folder", "r", "--number", "1"]
+    assert script.main(["8b", *options]) == 0
+    figures = record(tmp_path, "8b")["figures"]
+    assert [o.kernels for o in opened] == ["", "all"]
+    binding = {gate["name"]: gate["binding"] for gate in figures["gates"]}
+    assert binding == {"bytes": False, "accept": True, "state of A": True, "state of B": True}
+    assert figures["gates_passed"] is True
+
+
 def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: Path) -> None:
     assert script.main(["8b", "--parts", "each", "--folder", "r", "--number", "1"]) == 0
     figures = record(tmp_path, "8b")["figures"]

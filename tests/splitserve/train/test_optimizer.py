@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from dspark.objective import ObjectiveConfig
 from dspark.training import DraftWithLoss
 from serving.ports import free_port
 from splitserve.settings import TrainSettings
-from splitserve.train.optimizer import init_process_group, initialise_engine
+from splitserve.train import optimizer
+from splitserve.train.optimizer import (
+    deepspeed_config,
+    init_process_group,
+    initialise_engine,
+)
 
 CONFIG = DraftConfig(
     hidden_size=24,
@@ -65,8 +71,19 @@ def make_batch(numbers: range, dtype: torch.dtype) -> TrainingBatch:
     )
 
 
-def norms(dtype: str, stage: int, cuts: list[range]) -> list[float]:
+def norms(
+    dtype: str, stage: int, cuts: list[range], monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> list[float]:
     """Gradient norms of two steps over the same samples, cut into micro-batches."""
+
+    def config(*arguments: Any) -> dict[str, Any]:
+        made = deepspeed_config(*arguments)
+        if "bf16" in made:
+            assert made["bf16"]["immediate_grad_update"]
+            made["bf16"]["immediate_grad_update"] = at_once
+        return made
+
+    monkeypatch.setattr(optimizer, "deepspeed_config", config)
     kind = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
     head = (torch.randn(CONFIG.vocab_size, WIDTH, generator=generator) * 0.4).to(kind)
@@ -86,10 +103,15 @@ def norms(dtype: str, stage: int, cuts: list[range]) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_is_that_of_the_window_however_it_is_cut(dtype: str, stage: int) -> None:
-    """Each micro-batch counts once: DeepSpeed adds them up in float32, also under bfloat16."""
-    whole = norms(dtype, stage, [range(4)])
-    parts = norms(dtype, stage, [range(1), range(1, 2), range(2, 4)])
+def test_the_gradient_is_that_of_the_window_however_it_is_cut(
+    dtype: str, stage: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each micro-batch counts once: DeepSpeed adds them up in float32, also under bfloat16, and
+    whether it takes each gradient at once or at the end of a pass."""
+    whole = norms(dtype, stage, [range(4)], monkeypatch, at_once)
+    cuts = [range(1), range(1, 2), range(2, 4)]
+    parts = norms(dtype, stage, cuts, monkeypatch, at_once)
     assert parts == pytest.approx(whole, rel=1e-5 if dtype == "float32" else 2e-2)
