@@ -9,13 +9,18 @@ says so in the log.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 ENVIRONMENT = "SPLITSERVE_KERNELS"
 PARTS = ("attention", "linear")
+CHOICES = "SPLITSERVE_LINEAR_CHOICES"
+"""Path of a file of what `linear` chose for each shape; unset, every start times."""
 LOG_MARK = "kernels: "
 """Every line that these write into SGLang's log has it."""
+
+logger = logging.getLogger("serving.kernels")
 
 
 def parse_kernels(text: str) -> tuple[str, ...]:
@@ -24,7 +29,7 @@ def parse_kernels(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown one.
     """
-    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if parts == ("all",):
         return PARTS
     if unknown := [part for part in parts if part not in PARTS]:
@@ -47,3 +52,5 @@ def register(register_hook: Callable[..., None], kind: Any, parts: Iterable[str]
             from serving import hooks_linear
 
             hooks_linear.register(register_hook, kind)
+        # Whoever started SGLang looks for it: a step that shows more may come much later.
+        logger.warning("%s%s is hooked", LOG_MARK, part)

@@ -24,10 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from serving.hooks_kernels import LOG_MARK
+from serving.hooks_kernels import CHOICES, LOG_MARK
 
-CHOICES = "SPLITSERVE_LINEAR_CHOICES"
-"""Path of a file of choices; unset, every start times."""
 APPLY = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 DRAFT_HEAD = "sglang.srt.models.dspark.project_through_lm_head"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from serving.contract import contract_problems
 from serving.facts import DraftFacts, Family, Gpu, TargetFacts
 from serving.hooks_fold import parse_parts
-from serving.hooks_kernels import ENVIRONMENT, parse_kernels
+from serving.hooks_kernels import CHOICES, ENVIRONMENT, parse_kernels
 from serving.launch_spec import Launch
 from serving.profiles import Profile, Request
 from serving.split import (
@@ -52,7 +53,7 @@ def problems(
     found += _quantization_problems(request, target)
     found += _file_problems(request)
     found += _fold_problems(request)
-    found += _kernel_problems(request)
+    found += _kernel_problems(request, launch)
     return found
 
 
@@ -181,17 +182,31 @@ def _is_json(file: Path) -> bool:
     return True
 
 
-def _kernel_problems(request: Request) -> list[str]:
+def _kernel_problems(request: Request, launch: Launch) -> list[str]:
     if not request.kernels:
         return []
-    if request.kernels == ("attention",) and not request.profile.is_dspark:
-        return ["kernels=attention has no effect without a DSPARK profile; leave it out"]
     if request.gpu not in (Gpu.HOPPER, Gpu.BLACKWELL):
         return [f"kernels={','.join(request.kernels)} need a GPU of Hopper or later; leave it out"]
     try:
-        parse_kernels(",".join(request.kernels))
+        kernels = parse_kernels(",".join(request.kernels))
     except ValueError as error:
         return [str(error).replace(f"{ENVIRONMENT}=", "kernels=")]
+    backend = launch.argument_dict().get("attention_backend")
+    if "attention" in kernels and request.profile.is_dspark and backend != "fa3":
+        return [
+            f"kernels=attention replaces FlashAttention (fa3), attention_backend is {backend}; "
+            "write kernels=linear"
+        ]
+    if kernels == ("attention",) and not request.profile.is_dspark:
+        return ["kernels=attention has no effect without a DSPARK profile; leave it out"]
+    variables = os.environ | launch.environment_dict()
+    if "linear" in kernels and (choices := variables.get(CHOICES)):
+        from serving.hooks_linear import KeptChoices
+
+        try:
+            KeptChoices(Path(choices))
+        except ValueError as error:
+            return [str(error)]
     return []
 
 

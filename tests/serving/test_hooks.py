@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_launch import sglang_folder
 
-from serving import hooks_audit, hooks_fold, plugin
+from serving import hooks_audit, hooks_fold, hooks_kernels, plugin
 from serving.hooks_audit import Counters
 from serving.hooks_fold import Fold, glue_refusal, parse_parts
 from serving.hooks_kernels import parse_kernels
@@ -339,6 +339,17 @@ def test_a_failing_hook_leaves_sglang_alone() -> None:
 
 def test_kernels_are_named_by_their_parts() -> None:
     assert parse_kernels("all") == ("attention", "linear")
-    assert parse_kernels("linear, ") == ("linear",)
+    assert parse_kernels("linear, linear") == ("linear",)
     with pytest.raises(ValueError, match="allowed: all, or of attention, linear"):
         parse_kernels("linear,moe")
+
+
+def test_hooked_kernels_say_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    hooked: list[str] = []
+    kind = SimpleNamespace(AROUND="around")
+    hooks_kernels.register(lambda name, *_: hooked.append(name), kind, parse_kernels("all"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels: attention is hooked",
+        "kernels: linear is hooked",
+    ]
+    assert len(hooked) == 4

@@ -172,7 +172,9 @@ def test_compact_needs_a_confidence_head_and_a_captured_verify(
     refused("is no JSON", Request(**compact, **dense, sps_table=str(tmp_path / "cut.json")))
 
 
-def test_kernels_of_our_own_are_asked_for_and_refused(dense: dict[str, str]) -> None:
+def test_kernels_of_our_own_are_asked_for_and_refused(
+    dense: dict[str, str], tmp_path: Path
+) -> None:
     static = {"profile": Profile.DSPARK_STATIC, "kernels": ("all",)}
     launch = build_launch(Request(**static, gpu=Gpu.HOPPER, **dense))
     assert launch.environment_dict()["SPLITSERVE_KERNELS"] == "all"
@@ -180,6 +182,14 @@ def test_kernels_of_our_own_are_asked_for_and_refused(dense: dict[str, str]) -> 
     plain = {"profile": Profile.PLAIN, "target_path": dense["target_path"], "gpu": Gpu.HOPPER}
     refused("no effect without a DSPARK profile", Request(**plain, kernels=("attention",)))
     assert build_launch(Request(**plain, kernels=("linear",))).environment_dict()
+    for other in ({"gpu": Gpu.BLACKWELL}, {"arguments": {"attention_backend": "triton"}}):
+        asked = {**static, "gpu": Gpu.HOPPER, **other}
+        refused("replaces FlashAttention", Request(**asked, **dense))
+        assert build_launch(Request(**{**asked, "kernels": ("linear",)}, **dense))
+    broken = tmp_path / "choices.jsonl"
+    broken.write_text("{}")
+    choices = {"environment": {"SPLITSERVE_LINEAR_CHOICES": str(broken)}}
+    refused("is no file of choices", Request(**static, gpu=Gpu.HOPPER, **dense, **choices))
     wrong = {**static, "kernels": ("moe",)}
     refused("kernels='moe' is not usable", Request(**wrong, gpu=Gpu.HOPPER, **dense))
 
