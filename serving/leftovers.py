@@ -3,7 +3,9 @@
 Each scheduler publishes its load in a block of its own, /dev/shm/sglang_loads_*, and nothing of
 SGLang 0.5.23 removes it (srt/managers/load_snapshot.py). Other libraries have named memory as well.
 So what the processes of an engine map from /dev/shm is noted while they live and removed once they
-are gone, unless a living process maps it too. Python's semaphores are unlinked by its resource
+are gone, unless a living process maps it too. People keep files of their own there, models and
+whole environments, and engines map these as well: so nothing is removed that was there before, and
+nothing under a name that no library gives. Python's semaphores are unlinked by its resource
 tracker, which is left alone for that.
 """
 
@@ -12,10 +14,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
+import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +31,45 @@ TRACKER_SECONDS = 2.0
 END_SECONDS = 60.0
 """A process with a large GPU context is not gone at once."""
 
+# What libraries of an engine or a trainer name in /dev/shm and leave there when they are killed.
+# Whatever has no name any more once it is mapped is not here, such as SGLang's sglang_host_pool_*.
+_MADE = re.compile(
+    "|".join(
+        (
+            # SGLang 0.5.23: srt/managers/load_snapshot.py, srt/utils/stale_shm_cleanup.py and
+            # srt/managers/multi_tokenizer_mixin.py.
+            r"sglang_loads_[^/]+\.shm",
+            r"sgl_shm_[a-z_]+_\d+_[0-9a-f]{8}",
+            r"multi_tokenizer_args_\d+",
+            # Python 3.11: multiprocessing/shared_memory.py and synchronize.py.
+            r"psm_[0-9a-f]{8}",
+            r"sem\.mp-[a-z0-9_]{8}",
+            # torch 2.14: NewProcessWideShmHandle in aten/src/ATen/MapAllocator.cpp.
+            r"torch_\d+_\d+_\d+",
+            # NCCL: ncclShmOpen in src/misc/shmutils.cc.
+            r"nccl-[A-Za-z0-9]{6}",
+            # The driver's, of CUDA IPC; SGLang's stale_shm_cleanup.py knows them too.
+            r"cuda\.shm\.[0-9a-f.]+",
+            # Reductions on CPUs, DeepSpeed 0.19.8 (csrc/cpu/comm/shm.cpp) and SGLang after it.
+            r"deepspeed_allreduce_buffer_\d+_[^/]+_\d+",
+        )
+    )
+)
+
 
 class SharedMemoryGuard:
     """Remembers the shared memory of some processes.
 
     Args:
         processes: gives the ids of those that live now.
+        before: names in /dev/shm that are not theirs; by default all that are there now.
     """
 
-    def __init__(self, processes: Callable[[], Iterable[int]]) -> None:
+    def __init__(
+        self, processes: Callable[[], Iterable[int]], before: Collection[str] | None = None
+    ) -> None:
         self._processes = processes
+        self._before = frozenset(_there() if before is None else before)
         self._names: set[str] = set()
         self._noted = 0.0
 
@@ -44,7 +77,11 @@ class SharedMemoryGuard:
         """Look at what the processes have mapped right now."""
         self._noted = time.monotonic()
         for pid in self._processes():
-            self._names |= _mapped(pid)
+            self._names |= {
+                path
+                for path in _mapped(pid)
+                if _MADE.fullmatch(name := path.removeprefix(SHM)) and name not in self._before
+            }
 
     def note_sometimes(self) -> None:
         """The same, if the last look was a while ago."""
@@ -58,8 +95,7 @@ class SharedMemoryGuard:
         """
         left = {name for name in self._names if Path(name).exists()}
         if left:
-            for pid, _, _ in living():
-                left -= _mapped(pid)
+            left = _unmapped(left)
         for name in left:
             with contextlib.suppress(OSError):
                 Path(name).unlink()
@@ -99,7 +135,7 @@ class EngineRemains:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         # A scheduler that dies by itself is gone before anybody asks again.
-        self._memory = SharedMemoryGuard(descendants)
+        self._memory = SharedMemoryGuard(descendants, _AT_FIRST)
         self._memory.note()
 
     def end(self) -> None:
@@ -119,10 +155,57 @@ class EngineRemains:
                     Path(str(address).removeprefix("ipc://")).unlink()
 
 
+def _there() -> list[str]:
+    try:
+        return os.listdir(SHM)
+    except OSError:
+        return []
+
+
+_AT_FIRST = _there()
+"""`EngineRemains` comes after its engine, and this module before."""
+
+
+def _unmapped(names: set[str]) -> set[str]:
+    """Those of the names that no living process maps.
+
+    Where another user's process does not show what it maps, it may be any file that other users
+    may open. It cannot be a private one, but for root's, and root wants no engine's memory.
+    """
+    left, hidden = set(names), False
+    for pid, _, _ in living():
+        try:
+            left -= _maps(pid)
+        except PermissionError:
+            hidden = hidden or _is_others(pid)
+        except OSError:
+            continue
+    return {name for name in left if _is_private(name)} if hidden else left
+
+
+def _is_others(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
+def _is_private(name: str) -> bool:
+    try:
+        return not os.stat(name).st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    except OSError:
+        return False
+
+
 def _mapped(pid: int) -> set[str]:
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return _maps(pid)
     except OSError:
         return set()
+
+
+def _maps(pid: int) -> set[str]:
+    """The paths in /dev/shm that a process maps. Raises OSError: it is gone, or does not show."""
+    lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
     found = {line.split(maxsplit=5)[5] for line in lines if SHM in line}
     return {name for name in found if name.startswith(SHM) and not name.endswith("(deleted)")}
