@@ -81,9 +81,7 @@ def shared_names(
             f"target.path={str(folder)!r} has no token embedding; allowed: one of "
             f"{', '.join(EMBEDDING_NAMES)}; use a decoder language model"
         )
-    # Multimodal wrappers may say it one level down.
-    text = config.get("text_config") or {}
-    if config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)):
+    if ties_embeddings(config):
         return embedding, embedding
     head = next((name for name in LM_HEAD_NAMES if name in names), None)
     if head is None:
@@ -92,6 +90,18 @@ def shared_names(
             f"allowed: one of {', '.join(LM_HEAD_NAMES)}; complete the folder"
         )
     return embedding, head
+
+
+def ties_embeddings(config: Mapping[str, Any]) -> bool:
+    """Whether a target's lm_head is its embedding, by its config.json, merged or as it is.
+
+    Multimodal wrappers may say it one level down; what is said there counts, as it does for the
+    sizes.
+    """
+    text = config.get("text_config")
+    levels = [text, config] if isinstance(text, Mapping) else [config]
+    said = (level["tie_word_embeddings"] for level in levels if "tie_word_embeddings" in level)
+    return bool(next(said, False))
 
 
 def _names(folder: Path) -> set[str]:

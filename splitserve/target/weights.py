@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from dspark.target import EMBEDDING_NAMES, LM_HEAD_NAMES, shared_names
+from dspark.target import EMBEDDING_NAMES, LM_HEAD_NAMES, shared_names, ties_embeddings
 from serving.facts import weight_entries
 from splitserve.target.info import TargetInfo, load_json, missing
 
@@ -46,7 +46,7 @@ def check_weights(target: TargetInfo) -> None:
     if embedding is not None:
         _check_layers(target, folder, entries, _LAYERS_BESIDE[embedding])
         _check_shape(target, folder, entries, embedding)
-    if not target.config.get("tie_word_embeddings", False):
+    if not ties_embeddings(target.config):
         for name in LM_HEAD_NAMES:
             _check_shape(target, folder, entries, name)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from dspark.target import FrozenTarget
-from splitserve.target.info import TargetInfo
+from splitserve.target.info import TargetInfo, read_target
 from splitserve.target.weights import check_shared, check_weights
 
 HIDDEN, VOCAB, LAYERS = 4, 10, 3
@@ -200,3 +200,26 @@ def test_a_tied_target_shares_its_embedding(tmp_path: Path, where: str) -> None:
     check_shared(info(tmp_path, **config))
     frozen = FrozenTarget.load(tmp_path, torch.float32)
     assert frozen.lm_head is frozen.embedding
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_plan_and_trainer_agree_where_the_levels_do_not(tmp_path: Path, tied: bool) -> None:
+    """What the text_config says of tying counts in the merged config and in the file's."""
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    raw = {"tie_word_embeddings": not tied, "text_config": {"tie_word_embeddings": tied, **sizes}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = without("lm_head")(model()) if tied else model()
+    save_file(tensors, tmp_path / "model.safetensors")
+    target = read_target(tmp_path, need_tokenizer=False)
+    check_weights(target)
+    check_shared(target)
+    frozen = FrozenTarget.load(tmp_path, torch.float32)
+    assert (frozen.lm_head is frozen.embedding) == tied
+    # An lm_head of another size is asked about where it is used, whichever config is at hand.
+    save_file({**tensors, "lm_head.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors")
+    for config in (target.config, raw):
+        if tied:
+            check_weights(replace(target, config=config))
+            continue
+        with pytest.raises(ValueError, match=r"lm_head\.weight of shape \[1, 1\]"):
+            check_weights(replace(target, config=config))
