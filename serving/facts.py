@@ -49,9 +49,13 @@ class TargetFacts:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The language model's part of the config.json; empty if that is unknown."""
+        """The config.json with the language model's part over it; empty if that is unknown.
+
+        Multimodal wrappers keep sizes one level down, and others, such as the quantization, not.
+        """
         config = self.config or {}
-        return config.get("text_config") or config
+        text = config.get("text_config")
+        return {**config, **text} if isinstance(text, Mapping) else config
 
     @property
     def architecture(self) -> str:

@@ -76,6 +76,19 @@ def test_a_server_is_refused_with_the_numbers_that_work(tmp_path: Path) -> None:
         launched(tmp_path, {**TARGET, **HEADS, **EXPERTS}, tp_size=4, ep_size=3)
 
 
+def test_a_multimodal_target_is_split_as_a_flat_one(tmp_path: Path) -> None:
+    text = {**TARGET, **HEADS, "intermediate_size": 50}
+    nested = {"architectures": TARGET["architectures"], "text_config": text}
+    with pytest.raises(ValueError, match="tp=4 does not split the target's intermediate_size=50"):
+        launched(tmp_path, nested, tp_size=4)
+    # Which is said beside the text_config and not in it.
+    quantized = {"quantization_config": {"quant_method": "awq"}}
+    launched(tmp_path, {**text, **quantized}, tp_size=4)
+    launched(tmp_path, {**nested, **quantized}, tp_size=4)
+    # What both levels say counts as the language model has it.
+    launched(tmp_path, {**nested, **quantized, "num_attention_heads": 5}, tp_size=4)
+
+
 def test_what_is_split_otherwise_is_left_to_sglang(tmp_path: Path) -> None:
     config = {**TARGET, **HEADS}
     launched(tmp_path, config, tp_size=3, gpu=Gpu.CPU)
