@@ -32,7 +32,7 @@ def contract_problems(
     problems: list[str] = []
     architecture = (target.get("architectures") or [""])[0]
     # Multimodal wrappers keep the language model's sizes one level down.
-    target = target.get("text_config") or target
+    target = {**target, **(target.get("text_config") or {})}
 
     def need(good: bool, sentence: str) -> None:
         if not good:

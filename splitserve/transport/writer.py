@@ -142,7 +142,10 @@ class RingWriter(Attached):
         if found:
             for rows in found:
                 self._advance(rows)
-            if self._memory.on_device and features.is_cuda and self._is_pinned(features.device):
+            # The kernel takes numbers side by side.
+            dense = features.stride(1) == 1 and states.stride(1) == 1
+            on_device = self._memory.on_device and features.is_cuda and dense
+            if on_device and self._is_pinned(features.device):
                 self._write_by_kernel(found, features, states, token_ids, positions)
             else:
                 for rows in found:
@@ -227,8 +230,8 @@ class RingWriter(Attached):
             max(1, *(rows.num_rows for rows in batch)),
             features,
             states,
-            None if token_ids is None else token_ids.to(device),
-            None if positions is None else positions.to(device),
+            None if token_ids is None else token_ids.to(device).contiguous(),
+            None if positions is None else positions.to(device).contiguous(),
             self._numbers(),
             self._totals,
             self._memory.table(),

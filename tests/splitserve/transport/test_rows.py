@@ -279,6 +279,23 @@ def test_rows_of_other_tokens_are_noticed(owner, writer) -> None:
         assert "other tokens" in writer.check(slot, torch.tensor(other))
 
 
+def test_rows_and_numbers_with_gaps_are_those_without(owner, writer, reader) -> None:
+    ids = token_ids(16)
+    features, states = random_rows(8)
+    spread = torch.full((12, 16), 9.0, device=DEVICE)
+    spread[:, ::2] = features.t()
+    slot = owner.allocate(8)
+    wide = ids.clone()
+    wide[1::2] = -1
+    batch = [BatchRows(slot, 0, 0, 8)]
+    positions = torch.arange(16)[::2] // 2
+    assert not writer.write_batch(batch, spread[:, ::2].t(), states, wide[::2], positions)
+    settle()
+    assert reader.check(slot, ids[::2]) is None
+    found = reader.read(slot)
+    assert torch.equal(found.features, features) and torch.equal(found.target_states, states)
+
+
 def test_rows_out_of_step_with_their_positions_are_noticed(owner, writer) -> None:
     slots = owner.allocate(4), owner.allocate(3)
     features, states = random_rows(7)
