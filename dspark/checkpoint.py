@@ -67,6 +67,8 @@ def save_draft(folder: str | Path, config: DraftConfig, state: Mapping[str, torc
         save_file(tensors, partial / WEIGHTS_NAME, metadata={"format": "pt"})
         text = json.dumps(config.to_hf(), indent=2, sort_keys=True) + "\n"
         (partial / CONFIG_NAME).write_text(text)
+        # safetensors lets nobody else read its file; whoever may read the one may read the other.
+        (partial / WEIGHTS_NAME).chmod((partial / CONFIG_NAME).stat().st_mode & 0o777)
         for name in (WEIGHTS_NAME, CONFIG_NAME):
             _sync(partial / name)
         _sync(partial)

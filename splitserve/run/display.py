@@ -33,7 +33,11 @@ def bottleneck(progress: Progress, feeder: Feeder) -> str:
     """Who waits for whom, in words."""
     if progress.step == progress.first_step and feeder.count(State.READY) == 0:
         return "starting: the trainers wait for the target's first answers"
+    if progress.step >= progress.num_steps:
+        return "trained: the best draft is measured once more and exported"
     wait, idle = progress.trainer_wait_fraction(), progress.engine_idle_fraction()
+    if not feeder.engine_is_needed() and wait <= 0.2:
+        return f"the target has taught everything (trainers wait {wait:.0%})"
     if wait > 0.2:
         return f"the trainers wait for the target ({wait:.0%} of their time)"
     if idle > 0.2:

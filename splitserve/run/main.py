@@ -208,7 +208,7 @@ def serving_line(export: Path, target_path: str) -> str:
     """The one command that serves an export, or why there is none."""
     if not verify_export(export).servable:
         return "(markov_rank=0 is plain DFlash: SGLang's DSPARK does not serve this draft)"
-    return " ".join(launch_command(str(export), target_path))
+    return " ".join(launch_command(str(export.resolve()), target_path))
 
 
 def export_draft(source: Path, target: Path) -> None:

@@ -73,6 +73,12 @@ def test_a_reloaded_draft_is_bit_equal(tmp_path, changes):
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
+def test_whoever_reads_the_config_reads_the_weights(tmp_path):
+    export(tmp_path / "draft")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "draft").iterdir()}
+    assert len(modes) == 2 and len(set(modes.values())) == 1, modes
+
+
 def test_types_and_names_of_an_export(tmp_path):
     draft = export(tmp_path / "d")
     tensors = load_file(tmp_path / "d" / "model.safetensors")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.run.display import advice
+from splitserve.run.display import advice, bottleneck
 from splitserve.run.progress import Progress
 
 
@@ -37,6 +37,19 @@ def test_advice_names_the_half_that_is_short(
     feeder: Any = SimpleNamespace(engine_is_needed=lambda: needed)
     text = advice(progress(wait=wait, idle=idle), feeder)
     assert (word in text) if word else text == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "needed", "words"),
+    [
+        (100, True, "balanced"),
+        (100, False, "the target has taught everything"),
+        (200, False, "measured once more"),
+    ],
+)
+def test_what_a_run_does_when_a_half_is_done_is_said(step: int, needed: bool, words: str) -> None:
+    feeder: Any = SimpleNamespace(engine_is_needed=lambda: needed, count=lambda _: 1)
+    assert words in bottleneck(progress(wait=0.1, idle=0.0, step=step), feeder)
 
 
 def test_no_advice_before_the_run_has_found_its_pace() -> None:
