@@ -57,17 +57,7 @@ def top_k_kernel(probs, limits, vocab, stride, BLOCK: tl.constexpr):
         if limit <= 1:
             _keep_one(row, vocab, best, BLOCK)
         else:
-            # Bits of numbers that are not negative are in the order of the numbers: as many as the
-            # limit are at or above `low`, fewer at or above `high`.
-            low = tl.full((), 0, tl.int32)
-            high = best.to(tl.int32, bitcast=True) + 1
-            while high - low > 1:
-                middle = low + (high - low) // 2
-                count, _ = _above(row, vocab, middle, BLOCK)
-                enough = count >= limit
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
-            _keep(row, vocab, low, BLOCK)
+            _keep(row, vocab, _least(row, vocab, best, limit, False, BLOCK), BLOCK)
 
 
 @triton.jit
@@ -75,16 +65,26 @@ def top_p_kernel(probs, limits, vocab, stride, BLOCK: tl.constexpr):
     row = probs + tl.program_id(0).to(tl.int64) * stride
     limit = tl.load(limits + tl.program_id(0))
     if limit < 1.0:
-        low = tl.full((), 0, tl.int32)
-        high = _largest(row, vocab, BLOCK).to(tl.int32, bitcast=True) + 1
-        while high - low > 1:
-            middle = low + (high - low) // 2
-            _, mass = _above(row, vocab, middle, BLOCK)
-            enough = mass >= limit
-            # Of a limit of 0 the likeliest token stays.
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        _keep(row, vocab, low, BLOCK)
+        best = _largest(row, vocab, BLOCK)
+        _keep(row, vocab, _least(row, vocab, best, limit, True, BLOCK), BLOCK)
+
+
+@triton.jit
+def _least(row, vocab, best, limit, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Bits of the least number that stays; of a mass of 0, those of the largest.
+
+    Bits of numbers that are not negative are in the order of the numbers: what is at or above `low`
+    reaches the limit, what is at or above `high` does not.
+    """
+    low = tl.full((), 0, tl.int32)
+    high = best.to(tl.int32, bitcast=True) + 1
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        count, mass = _above(row, vocab, middle, BLOCK)
+        enough = mass >= limit if BY_MASS else count >= limit
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
 
 
 # tl.max and tl.sum are jitted themselves, for the device, if triton was imported before
