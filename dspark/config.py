@@ -21,6 +21,15 @@ FIXED_FIELDS = {
 """Fields that other drafts may set otherwise and that would change the arithmetic."""
 
 
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A target's config.json with the language model's part over it.
+
+    Multimodal wrappers keep its sizes one level down, and others, such as the quantization, not.
+    """
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
+
+
 def _refuse(field: str, value: object, allowed: str, remedy: str) -> ValueError:
     return ValueError(f"draft.{field}={value!r} is not usable; allowed: {allowed}; {remedy}")
 

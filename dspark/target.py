@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dspark.config import language_config
+
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "model.word_embeddings.weight",
@@ -93,15 +95,8 @@ def shared_names(
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
-    """Whether a target's lm_head is its embedding, by its config.json, merged or as it is.
-
-    Multimodal wrappers may say it one level down; what is said there counts, as it does for the
-    sizes.
-    """
-    text = config.get("text_config")
-    levels = [text, config] if isinstance(text, Mapping) else [config]
-    said = (level["tie_word_embeddings"] for level in levels if "tie_word_embeddings" in level)
-    return bool(next(said, False))
+    """Whether a target's lm_head is its embedding, by its config.json, merged or as it is."""
+    return bool(language_config(config).get("tie_word_embeddings", False))
 
 
 def _names(folder: Path) -> set[str]:

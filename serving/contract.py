@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dspark.config import language_config
+
 ARCHITECTURES = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 HEADS = ("vanilla", "gated", "rnn")
 LAST_LAYER_CAPTURABLE = frozenset({"BailingMoeV3ForCausalLM"})
@@ -31,8 +33,7 @@ def contract_problems(
     """
     problems: list[str] = []
     architecture = (target.get("architectures") or [""])[0]
-    # Multimodal wrappers keep the language model's sizes one level down.
-    target = {**target, **(target.get("text_config") or {})}
+    target = language_config(target)
 
     def need(good: bool, sentence: str) -> None:
         if not good:

@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from dspark.config import language_config
+
 
 class Family(Enum):
     """Targets that want the same settings."""
@@ -49,13 +51,8 @@ class TargetFacts:
 
     @property
     def text(self) -> Mapping[str, Any]:
-        """The config.json with the language model's part over it; empty if that is unknown.
-
-        Multimodal wrappers keep sizes one level down, and others, such as the quantization, not.
-        """
-        config = self.config or {}
-        text = config.get("text_config")
-        return {**config, **text} if isinstance(text, Mapping) else config
+        """The language model's config, see `language_config`; empty if that is unknown."""
+        return language_config(self.config or {})
 
     @property
     def architecture(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dspark.config import language_config
 from serving.contract import LAST_LAYER_CAPTURABLE
 from splitserve.errors import UserError
 
@@ -118,8 +119,7 @@ def read_target(path: str | Path, *, need_tokenizer: bool = True) -> TargetInfo:
     if not (folder / "config.json").is_file():
         raise missing(folder, "has no config.json", "a folder with config.json")
     raw = load_json(folder / "config.json")
-    # Multimodal wrappers keep the language model's sizes one level down.
-    config = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
+    config = dict(language_config(raw))
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(config.get(key), int):
             raise missing(
