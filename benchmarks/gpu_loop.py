@@ -20,22 +20,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.demo_cpu import run_figures
 from benchmarks.record import write_record
 from splitserve.compose import compose_resumed
 from splitserve.eval.spec import EvaluatorSpec
 from splitserve.run.folder import CONFIG_NAME, EVALS_NAME, METRICS_NAME, RunFolder, read_json_lines
-from splitserve.run.plan import evaluator_spec, longest_request, make_plan
+from splitserve.run.plan import Plan, evaluator_spec, longest_request, make_plan
+from splitserve.serving_options import CONTEXT_MARGIN_TOKENS
 from splitserve.settings import RunSettings
+from splitserve.target.info import context_window
 
 STEPS = ("plain", "cold", "embedded")
 
 
-def load(run: Path) -> tuple[RunSettings, EvaluatorSpec, int]:
-    """The run's settings, what it measured with, and its longest request."""
+def load(run: Path) -> tuple[RunSettings, Plan, EvaluatorSpec]:
+    """The run's settings, its plan, and what it measured with."""
     settings = replace(compose_resumed(run / CONFIG_NAME, []), resume=True)
     plan = make_plan(settings)
-    return settings, evaluator_spec(settings, plan), longest_request(settings, plan)
+    return settings, plan, evaluator_spec(settings, plan)
 
 
 def served(run: Path, *, with_draft: bool, num_single: int, single_tokens: int) -> dict[str, Any]:
@@ -44,13 +48,16 @@ def served(run: Path, *, with_draft: bool, num_single: int, single_tokens: int) 
     from serving.measure import measure
     from serving.offline import OfflineEngine, OfflineSettings
 
-    settings, spec, longest = load(run)
+    settings, plan, spec = load(run)
+    longest = longest_request(settings, plan)
     export = str(RunFolder(run).export.resolve())
+    window = context_window(plan.target.config) or longest + 64
     engine_settings = OfflineSettings(
         target_path=spec.target_path,
         draft_path=export if with_draft else "",
         dtype=spec.dtype,
-        context_length=max(longest, settings.engine.chunked_prefill_size) + 64,
+        # SGLang keeps some tokens back; more places than the target has it refuses.
+        context_length=min(longest + CONTEXT_MARGIN_TOKENS, window),
         max_running_requests=settings.engine.max_running_requests,
         attention_backend=settings.engine.attention_backend,
         memory_fraction=0.5,
@@ -84,9 +91,10 @@ def embedded(run: Path) -> dict[str, Any]:
     """The report of the embedded decoder, greedy, on every held-out prompt."""
     from splitserve.eval.measure import evaluate_draft
 
-    _, spec, _ = load(run)
+    _, _, spec = load(run)
     export = str(RunFolder(run).export.resolve())
-    return evaluate_draft(replace(spec, num_threads=8), export, full=False)["reports"][0]
+    spec = replace(spec, device="cuda" if torch.cuda.is_available() else "cpu", num_threads=8)
+    return evaluate_draft(spec, export, full=False)["reports"][0]
 
 
 def loop_figures(run: Path) -> dict[str, float]:

@@ -4,19 +4,17 @@ For the steps of speculative decoding at small batch: every request has the same
 the last ones of its sequence (verification), or a block that sees all of it (a draft's). Such a
 step reads each key and value once and computes next to nothing, so the sequence is split among as
 many programs as the GPU has multiprocessors, whatever the batch, and all query rows that share a
-KV head are the rows of one product.
+KV head are the columns of one product: keys times queries, then values times weights, both
+transposed. Keys and values, of which there are many, so fill the height of 64 that Hopper's tensor
+cores have, and are taken from shared memory as they came, with no detour through registers.
 
-A program leaves its part's normalized sum and log-sum-exp in scratch memory. `merge="last"`: the
-program that finds by a counter that it came last for its request and KV head merges the parts.
-`merge="second"`: a second kernel does. With one part there is nothing to merge.
+A program leaves its part's normalized sum and log-sum-exp in scratch memory, and a second kernel
+merges the parts. Where one part is enough the first kernel writes the result.
 
-Why `last` is sound: all threads of a program store their part, a barrier of the program makes
-these stores happen before what its first thread does next, and that thread's increment releases and
-acquires at the GPU's scope. Increments of a counter are read-modify-writes, so each sees those
-before it, and the last one has acquired all parts; a second barrier passes this on to the other
-threads. In machine code (sm_90): MEMBAR.GPU before the atomic, CCTL.IVALL, which empties the L1
-cache, behind it. The last program puts the counter back to zero, which the end of the kernel orders
-before the next launch on the stream.
+`early` overlaps what it can (programmatic dependent launch): the first kernel is set up while the
+kernel before it runs, and asks for pages of its first `ahead` tokens to come to L2 meanwhile; the
+second one is set up while the first ends. What is read before the kernel before has ended is used
+for nothing else: lengths and pages are read again from L2, where no line can be stale.
 
 Scratch is kept for each shape and used by all layers: launches of one shape must follow each other
 on one stream. It has to be there before a CUDA graph is captured, so the first call of a shape
@@ -33,7 +31,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -45,12 +43,14 @@ MAX_ROWS = 128
 """Query tokens times heads that share a KV head; more do not fit the registers."""
 CHUNK_TOKENS = 16
 """A part's length is a multiple of it: coarser ones leave the last part short."""
-MERGE_ROWS = {"last": 32, "second": 4}
-"""Rows that are merged at once: by the one program that came last, or by one of many."""
-MERGE_STAGES = 6
-"""Parts that are loaded at once while others are summed."""
+MERGE_ROWS = 2
+"""Rows that a program merges, a warp for each."""
+MERGE_PARTS = 32
+"""Parts that it loads at once, at most."""
 
 _LOG2E = math.log2(math.e)
+_LINE: tl.constexpr = tl.constexpr(64)
+"""16-bit values in a line of 128 bytes."""
 _LOWEST = tl.constexpr(-1e30)
 """Where running maxima start: finite, so that no row takes infinity from infinity."""
 
@@ -69,57 +69,23 @@ def _parts(length, NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _merge_rows(
-    out_ptr,
-    out_stride_token,
-    out_stride_head,
-    partial_ptr,
-    lse_ptr,
-    request,
-    head,
-    first,
-    used,
-    Q_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Sum up all parts of ROWS rows from `first` on and write them."""
-    rows = first + tl.arange(0, ROWS)
-    inside = rows < Q_LEN * GROUP
-    columns = tl.arange(0, HEAD_DIM)
-    places = rows[:, None] * HEAD_DIM + columns[None, :]
-    top = tl.full([ROWS], _LOWEST, tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
-    result = tl.full([ROWS, HEAD_DIM], 0.0, tl.float32)
-    for split in tl.range(0, used, num_stages=STAGES):
-        lse = tl.load(
-            lse_ptr + split * BLOCK_M + rows,
-            mask=inside,
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        part = tl.load(
-            partial_ptr + split * BLOCK_M * HEAD_DIM + places,
-            mask=inside[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        ).to(tl.float32)
-        new = tl.maximum(top, lse)
-        decay = tl.exp2(top - new)
-        weight = tl.exp2(lse - new)
-        total = total * decay + weight
-        result = result * decay[:, None] + part * weight[:, None]
-        top = new
-    result = result / tl.where(total > 0.0, total, 1.0)[:, None]
-    out = (request * Q_LEN + rows // GROUP) * out_stride_token
-    out += (head * GROUP + rows % GROUP) * out_stride_head
-    tl.store(
-        out_ptr + out[:, None] + columns[None, :],
-        result.to(out_ptr.dtype.element_ty),
-        mask=inside[:, None],
+def _bring(
+    base, table, first, stop, stride_page, stride_slot, num_pages, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Ask for the lines of TOKENS tokens from `first` on to come to L2, whatever the table says."""
+    position = first + tl.arange(0, TOKENS)
+    page = tl.load(table + position // PAGE_SIZE, mask=position < stop, other=0)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    lines = tl.arange(0, HEAD_DIM // _LINE) * _LINE
+    places = page * stride_page + position % PAGE_SIZE * stride_slot
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(base + places[:, None] + lines[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -144,32 +110,46 @@ def decode_attention_kernel(
     out_stride_head,
     partial_ptr,
     lse_ptr,
-    counter_ptr,
     scale_log2,
     num_kv_heads,
+    num_pages,
     Q_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    MERGE_LAST: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """A part of one request's tokens for one KV head. Row i * GROUP + g: head g of query i."""
-    if EARLY:
-        # The second kernel may come as soon as all programs run: it waits for their end itself.
-        gdc_launch_dependents()
     split = tl.program_id(0)
     pair = tl.program_id(1)
     request = pair // num_kv_heads
     head = pair % num_kv_heads
-    length = tl.load(lengths_ptr + request)
+    table = table_ptr + request.to(tl.int64) * table_stride
+    k_base = k_ptr + head * k_stride_head
+    v_base = v_ptr + head * v_stride_head
+    if EARLY:
+        if AHEAD:
+            seen = tl.minimum(tl.load(lengths_ptr + request), table_stride * PAGE_SIZE)
+            part, _ = _parts(seen, NUM_SPLITS, CHUNK, BLOCK_N)
+            first = split * part
+            last = tl.minimum(first + part, seen)
+            _bring(
+                *(k_base, table, first, last, k_stride_page, k_stride_slot, num_pages),
+                *(PAGE_SIZE, HEAD_DIM, AHEAD),
+            )
+            _bring(
+                *(v_base, table, first, last, v_stride_page, v_stride_slot, num_pages),
+                *(PAGE_SIZE, HEAD_DIM, AHEAD),
+            )
+        gdc_wait()
+    length = tl.load(lengths_ptr + request, cache_modifier=".cg")
     size, used = _parts(length, NUM_SPLITS, CHUNK, BLOCK_N)
     if split < used:
         start = split * size
@@ -180,6 +160,10 @@ def decode_attention_kernel(
         token = rows // GROUP
         q_heads = head * GROUP + rows % GROUP
         tokens = request * Q_LEN + token
+        # Pages of the next block are asked for before this one's keys and values are used.
+        final = tl.maximum(stop - 1, 0)
+        position = tl.minimum(start + tl.arange(0, BLOCK_N), final)
+        page = tl.load(table + position // PAGE_SIZE, cache_modifier=".cg")
         q = tl.load(
             q_ptr + (tokens * q_stride_token + q_heads * q_stride_head)[:, None] + columns[None, :],
             mask=inside[:, None],
@@ -189,47 +173,43 @@ def decode_attention_kernel(
         end = tl.full([BLOCK_M], 0, tl.int32) + stop
         if CAUSAL:
             end = tl.minimum(end, length - Q_LEN + 1 + token)
-        table = table_ptr + request.to(tl.int64) * table_stride
-        k_base = k_ptr + head * k_stride_head
-        v_base = v_ptr + head * v_stride_head
         top = tl.full([BLOCK_M], _LOWEST, tl.float32)
-        total = tl.full([BLOCK_M], 0.0, tl.float32)
-        result = tl.full([BLOCK_M, HEAD_DIM], 0.0, tl.float32)
-        # Pages of the next block are asked for before this one's keys and values are used.
-        position = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + position // PAGE_SIZE, mask=position < stop, other=0)
+        # Weights are summed over tokens of a kind, and over kinds at the end: one sum across warps
+        # instead of one for each block.
+        total = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
+        result = tl.full([HEAD_DIM, BLOCK_M], 0.0, tl.float32)
         for first in range(start, stop, BLOCK_N):
             position = first + tl.arange(0, BLOCK_N)
             held = position < stop
-            # A pool has more elements than an int32 can count.
-            pages = page.to(tl.int64)
+            # A pool has more elements than an int32 can count, but not more pieces of 16 bytes.
             within = position % PAGE_SIZE
-            later = position + BLOCK_N
-            page = tl.load(table + later // PAGE_SIZE, mask=later < stop, other=0)
-            # Slots past the end may hold NaN, of which no weight makes 0.
-            k = tl.load(
-                k_base
-                + (pages * k_stride_page + within * k_stride_slot)[:, None]
-                + columns[None, :],
-                mask=held[:, None],
-                other=0.0,
-            )
-            score = tl.dot(q, tl.trans(k)) * scale_log2
-            score = tl.where(position[None, :] < end[:, None], score, float("-inf"))
-            new = tl.maximum(top, tl.reduce(score, 1, tl.standard._elementwise_max))
-            decay = tl.exp2(top - new)
-            weight = tl.exp2(score - new[:, None])
-            total = total * decay + tl.reduce(weight, 1, tl.standard._sum_combine)
+            k_pieces = page * (k_stride_page // 8) + within * (k_stride_slot // 8)
+            v_pieces = k_pieces
+            if not SAME_STRIDES:
+                v_pieces = page * (v_stride_page // 8) + within * (v_stride_slot // 8)
+            k_places = k_pieces.to(tl.int64) * 8
+            v_places = v_pieces.to(tl.int64) * 8
+            later = tl.minimum(position + BLOCK_N, final)
+            page = tl.load(table + later // PAGE_SIZE, cache_modifier=".cg")
+            # What a key past the end holds is not looked at. A value there may be NaN, of which no
+            # weight makes 0.
+            k = tl.load(k_base + k_places[:, None] + columns[None, :], mask=held[:, None])
             v = tl.load(
-                v_base
-                + (pages * v_stride_page + within * v_stride_slot)[:, None]
-                + columns[None, :],
-                mask=held[:, None],
-                other=0.0,
+                v_base + v_places[:, None] + columns[None, :], mask=held[:, None], other=0.0
             )
-            result = tl.dot(weight.to(v.dtype), v, result * decay[:, None])
+            score = tl.dot(k, tl.trans(q))
+            score = tl.where(position[:, None] < end[None, :], score, float("-inf"))
+            new = tl.maximum(top, tl.reduce(score, 0, tl.standard._elementwise_max) * scale_log2)
+            decay = tl.exp2(top - new)
+            weight = tl.exp2(score * scale_log2 - new[None, :])
+            total = total * decay[None, :] + weight
+            result = tl.dot(tl.trans(v), weight.to(v.dtype), result * decay[None, :])
             top = new
-        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+        sums = tl.reduce(total, 0, tl.standard._sum_combine)
+        if EARLY:
+            # Once all programs have come here the second kernel is set up; it waits for their end.
+            gdc_launch_dependents()
+        result = tl.trans(result / tl.where(sums > 0.0, sums, 1.0)[None, :])
         out = (
             out_ptr
             + (tokens * out_stride_token + q_heads * out_stride_head)[:, None]
@@ -241,7 +221,7 @@ def decode_attention_kernel(
             parts = pair.to(tl.int64) * NUM_SPLITS * BLOCK_M
             lse_base = lse_ptr + parts
             partial_base = partial_ptr + parts * HEAD_DIM
-            tl.store(lse_base + split * BLOCK_M + rows, top + tl.log2(total), mask=inside)
+            tl.store(lse_base + split * BLOCK_M + rows, top + tl.log2(sums), mask=inside)
             tl.store(
                 partial_base
                 + split * BLOCK_M * HEAD_DIM
@@ -250,31 +230,6 @@ def decode_attention_kernel(
                 result.to(partial_ptr.dtype.element_ty),
                 mask=inside[:, None],
             )
-            if MERGE_LAST:
-                # One thread counts; the others' stores have to come before.
-                tl.debug_barrier()
-                before = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel", scope="gpu")
-                tl.debug_barrier()
-                if before == used - 1:
-                    for first in range(0, Q_LEN * GROUP, MERGE_ROWS):
-                        _merge_rows(
-                            out_ptr,
-                            out_stride_token,
-                            out_stride_head,
-                            partial_base,
-                            lse_base,
-                            request,
-                            head,
-                            first,
-                            used,
-                            Q_LEN,
-                            GROUP,
-                            BLOCK_M,
-                            HEAD_DIM,
-                            MERGE_ROWS,
-                            MERGE_STAGES,
-                        )
-                    tl.store(counter_ptr + pair, 0)
 
 
 @triton.jit
@@ -293,34 +248,56 @@ def merge_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A few rows of one request and KV head. EARLY: launched before the parts are there."""
+    """A few rows of one request and KV head."""
     pair = tl.program_id(0)
     request = pair // num_kv_heads
+    head = pair % num_kv_heads
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = rows < Q_LEN * GROUP
+    columns = tl.arange(0, HEAD_DIM)
     if EARLY:
+        # The kernel after this one waits for the end of this one, and so of all before.
+        gdc_launch_dependents()
         gdc_wait()
-    _, used = _parts(tl.load(lengths_ptr + request), NUM_SPLITS, CHUNK, BLOCK_N)
+    length = tl.load(lengths_ptr + request, cache_modifier=".cg")
+    _, used = _parts(length, NUM_SPLITS, CHUNK, BLOCK_N)
     if used > 1:
-        parts = pair.to(tl.int64) * NUM_SPLITS * BLOCK_M
-        _merge_rows(
-            out_ptr,
-            out_stride_token,
-            out_stride_head,
-            partial_ptr + parts * HEAD_DIM,
-            lse_ptr + parts,
-            request,
-            pair % num_kv_heads,
-            tl.program_id(1) * MERGE_ROWS,
-            used,
-            Q_LEN,
-            GROUP,
-            BLOCK_M,
-            HEAD_DIM,
-            MERGE_ROWS,
-            MERGE_STAGES,
+        lse_base = lse_ptr + pair * NUM_SPLITS * BLOCK_M
+        partial_base = partial_ptr + pair.to(tl.int64) * NUM_SPLITS * BLOCK_M * HEAD_DIM
+        top = tl.full([ROWS], _LOWEST, tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
+        result = tl.full([ROWS, HEAD_DIM], 0.0, tl.float32)
+        for first in range(0, used, PARTS):
+            split = first + tl.arange(0, PARTS)
+            places = split[:, None] * BLOCK_M + rows[None, :]
+            held = (split < used)[:, None] & inside[None, :]
+            lse = tl.load(
+                lse_base + places, mask=held, other=float("-inf"), cache_modifier=".cg"
+            )
+            parts = tl.load(
+                partial_base + places[:, :, None] * HEAD_DIM + columns[None, None, :],
+                mask=held[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            ).to(tl.float32)
+            new = tl.maximum(top, tl.reduce(lse, 0, tl.standard._elementwise_max))
+            decay = tl.exp2(top - new)
+            weight = tl.exp2(lse - new[None, :])
+            total = total * decay + tl.reduce(weight, 0, tl.standard._sum_combine)
+            here = tl.reduce(parts * weight[:, :, None], 0, tl.standard._sum_combine)
+            result = result * decay[:, None] + here
+            top = new
+        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+        out = (request * Q_LEN + rows // GROUP) * out_stride_token
+        out += (head * GROUP + rows % GROUP) * out_stride_head
+        tl.store(
+            out_ptr + out[:, None] + columns[None, :],
+            result.to(out_ptr.dtype.element_ty),
+            mask=inside[:, None],
         )
 
 
@@ -335,14 +312,16 @@ class Tiling:
     num_warps: int = 4
     num_stages: int = 4
     """One more than the blocks of keys and values that are on their way or in use."""
-    merge: Literal["last", "second"] = "last"
-    early: bool = False
-    """Launch the second kernel while the first one runs (programmatic dependent launch)."""
+    early: bool = True
+    """Programmatic dependent launch of both kernels, from Hopper on; the interpreter has none."""
+    ahead: int = 0
+    """With `early`, tokens of each part that come to L2 before the first kernel may begin: a power
+    of two, or 0."""
     half_parts: bool = False
     """Keep parts in the query's type: half the bytes to merge, and rounded once more."""
 
 
-ROWS_TO_BLOCKS = {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (64, 8, 3)}
+ROWS_TO_BLOCKS = {16: (64, 4, 6), 32: (64, 4, 6), 64: (64, 4, 6), 128: (64, 4, 4)}
 """By rows of the product, padded: block_n, num_warps and num_stages."""
 
 
@@ -380,6 +359,8 @@ def refusal(
         return f"{tokens} query tokens of {num_requests} requests"
     if tokens // num_requests * (heads // kv_heads) > MAX_ROWS:
         return f"more than {MAX_ROWS} query rows on a KV head"
+    if any(step % 8 for pool in (k_pool, v_pool) for step in _strides(pool)):
+        return "heads are not aligned"
     if not q_THD.stride(2) == k_pool.stride(-1) == v_pool.stride(-1) == 1:
         return "heads are not contiguous"
     return ""
@@ -432,7 +413,8 @@ def decode_attention(
     block_m = padded_rows(q_len * group)
     parts = q_THD.dtype if tiling.half_parts else torch.float32
     scratch = Scratch.of(q_THD.device, pairs, tiling.num_splits, block_m, head_dim, parts)
-    second = tiling.merge == "second" and tiling.num_splits > 1
+    early = tiling.early and q_THD.is_cuda
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
     shape = {
         "Q_LEN": q_len,
         "GROUP": group,
@@ -441,8 +423,7 @@ def decode_attention(
         "BLOCK_M": block_m,
         "BLOCK_N": tiling.block_n,
         "HEAD_DIM": head_dim,
-        "MERGE_STAGES": MERGE_STAGES,
-        "EARLY": second and tiling.early,
+        "EARLY": early,
     }
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * _LOG2E
     out = (out_THD, out_THD.stride(0), out_THD.stride(1))
@@ -451,22 +432,22 @@ def decode_attention(
             *(q_THD, q_THD.stride(0), q_THD.stride(1)),
             *(k_pool, *_strides(k_pool), v_pool, *_strides(v_pool)),
             *(page_table, page_table.stride(0), cache_seqlens),
-            *(*out, *scratch.tensors, scale_log2, kv_heads),
+            *(*out, scratch.partial, scratch.lse, scale_log2, kv_heads, k_pool.shape[0]),
             CAUSAL=causal,
             PAGE_SIZE=k_pool.shape[1] if k_pool.dim() == 4 else 1,
-            MERGE_LAST=tiling.merge == "last",
-            MERGE_ROWS=min(block_m, MERGE_ROWS["last"]),
+            SAME_STRIDES=_strides(k_pool) == _strides(v_pool),
+            AHEAD=tiling.ahead,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             **shape,
+            **options,
         )
-        if second:
-            rows = MERGE_ROWS["second"]
-            options: dict[str, Any] = {"launch_pdl": True} if tiling.early else {}
-            merge_attention_kernel[(pairs, -(-q_len * group // rows))](
+        if tiling.num_splits > 1:
+            merge_attention_kernel[(pairs, -(-q_len * group // MERGE_ROWS))](
                 *(cache_seqlens, *out, scratch.partial, scratch.lse, kv_heads),
-                MERGE_ROWS=rows,
-                num_warps=4,
+                ROWS=MERGE_ROWS,
+                PARTS=min(MERGE_PARTS, 1 << (tiling.num_splits - 1).bit_length()),
+                num_warps=MERGE_ROWS,
                 **shape,
                 **options,
             )
@@ -496,12 +477,6 @@ class Scratch:
     """[pairs, splits, rows, D], normalized."""
     lse: torch.Tensor
     """float32 [pairs, splits, rows], to the base 2."""
-    counter: torch.Tensor
-    """int32 [pairs], 0 between launches."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.partial, self.lse, self.counter
 
     @staticmethod
     @cache
@@ -510,10 +485,9 @@ class Scratch:
     ) -> Scratch:
         """The one for this shape. Raises RuntimeError if it would be made during a capture."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A graph would clear the counters on each replay, and only in its own turn.
+            # Its memory would belong to the graph, and go with it.
             raise RuntimeError("the first call of a shape must be made outside of a CUDA graph")
         return Scratch(
             torch.empty(pairs, splits, rows, head_dim, dtype=parts, device=device),
             torch.empty(pairs, splits, rows, dtype=torch.float32, device=device),
-            torch.zeros(pairs, dtype=torch.int32, device=device),
         )

@@ -77,8 +77,14 @@ def init_process_group(
 def initialise_engine(
     model: torch.nn.Module, train: TrainSettings, world_size: int
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """The model under DeepSpeed, and the optimizer whose learning rate the run sets."""
+    """The model under DeepSpeed, and the optimizer whose learning rate the run sets.
+
+    Raises:
+        ValueError: the DeepSpeed that is installed is not one that `accumulate` knows.
+    """
     import deepspeed
+
+    from splitserve.train.accumulate import take_over
 
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -91,4 +97,5 @@ def initialise_engine(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(train, world_size)
     )
+    take_over(engine.optimizer)
     return engine, optimizer

@@ -102,15 +102,15 @@ class Problem:
             assert (got - wanted).norm() <= TOLERANCE[out.dtype] * wanted.norm()
 
 
-@pytest.mark.parametrize("merge", ["last", "second"])
+@pytest.mark.parametrize("splits", [1, 3, 40])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("q_len,group", [(2, 1), (8, 4), (17, 5), (2, 5), (17, 1)])
 def test_matches_float64(
-    attention: ModuleType, q_len: int, group: int, causal: bool, merge: str
+    attention: ModuleType, q_len: int, group: int, causal: bool, splits: int
 ) -> None:
     """Lengths in one batch: the block alone, a bit more, no multiple of anything, and none."""
     problem = Problem.make([q_len, q_len + 1, 77, 0], q_len, group)
-    problem.check(attention, causal, tiling=attention.Tiling(3, 16, merge=merge))
+    problem.check(attention, causal, tiling=attention.Tiling(splits, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,8 +136,8 @@ def test_queries_that_see_nothing_are_zero(attention: ModuleType) -> None:
     problem.check(attention, True, tiling=attention.Tiling(4, 16))
 
 
-def test_scratch_is_left_as_it_was_found(attention: ModuleType) -> None:
-    """Calls with other lengths and layers share it; what they left must not matter."""
+def test_scratch_is_shared(attention: ModuleType) -> None:
+    """By calls with other lengths and layers; what they left must not matter."""
     tiling = attention.Tiling(4, 16)
     pairs = 2 * KV_HEADS
     scratch = attention.Scratch.of(DEVICE, pairs, 4, 32, 64, torch.float32)
@@ -145,7 +145,6 @@ def test_scratch_is_left_as_it_was_found(attention: ModuleType) -> None:
         scratch.partial.fill_(float("nan"))
         scratch.lse.fill_(float("nan"))
         Problem.make(lengths, 8, 4, seed=seed).check(attention, True, tiling=tiling)
-        assert not scratch.counter.any()
     assert attention.Scratch.of(DEVICE, pairs, 4, 32, 64, torch.float32) is scratch
 
 
@@ -182,8 +181,8 @@ def test_parts_in_the_type_of_the_query(attention: ModuleType) -> None:
 
 def test_one_part_needs_no_merge(attention: ModuleType) -> None:
     problem = Problem.make([40, 9], 8, 4)
-    for merge in ("last", "second"):
-        problem.check(attention, True, tiling=attention.Tiling(1, 16, merge=merge))
+    problem.check(attention, True, tiling=attention.Tiling(1, 16))
+    Problem.make([16], 8, 4).check(attention, True, tiling=attention.Tiling(4, 16))
 
 
 @pytest.mark.parametrize(
@@ -231,12 +230,12 @@ def test_scratch_is_not_made_while_a_graph_is_captured(
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter runs one program after the other")
-def test_programs_that_race_give_the_same_bits(attention: ModuleType) -> None:
-    """Many layers in one graph, replayed at other lengths: whoever comes last merges the same."""
+def test_launches_that_overlap_give_the_same_bits(attention: ModuleType) -> None:
+    """Many layers in one graph, replayed at other lengths, each begun before the last has ended."""
     problem = Problem.make([4000, 1777], 8, 4, head_dim=128)
     lengths = torch.tensor(problem.lengths, dtype=torch.int32, device=DEVICE)
     arguments = (problem.q, problem.k, problem.v, problem.table, lengths)
-    tilings = [attention.Tiling(8, merge=merge) for merge in ("second", "last")]
+    tilings = [attention.Tiling(8, early=False), attention.Tiling(8, ahead=256)]
     for tiling in tilings:
         attention.decode_attention(*arguments, causal=True, tiling=tiling)
     torch.cuda.synchronize()
@@ -250,5 +249,4 @@ def test_programs_that_race_give_the_same_bits(attention: ModuleType) -> None:
         lengths.copy_(torch.tensor([4000 - 13 * step, 8 + 7 * step], device=DEVICE))
         graph.replay()
         for out in others:
-            assert torch.equal(out, others[0])
-        torch.testing.assert_close(out.float(), first.float(), rtol=1e-2, atol=1e-2)
+            assert torch.equal(out, first)
