@@ -2,7 +2,8 @@
 
 For layouts of several GPUs: each run's pace, waits, memory and accept lengths with its label before
 their names, and the figures of other records (the ring's) as they are. A run without a label is the
-record's own. Runs that were stopped count too: what is taken of them is their pace.
+record's own. Runs that were stopped count too: what is taken of them is their pace. A finished one
+has its final accept lengths beside it.
 
 Writes `benchmarks/results/NAME.json`.
 """
@@ -14,8 +15,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.demo_cpu import run_figures
 from benchmarks.gpu_loop import accept_curve, pace_figures
 from benchmarks.record import write_record
+from splitserve.run.folder import METRICS_NAME, read_json_lines
+
+
+def final_figures(run: Path) -> dict[str, float]:
+    """The accept lengths and times of a finished run; nothing of one that was stopped."""
+    if any(row["kind"] == "finished" for row in read_json_lines(run / METRICS_NAME)):
+        return run_figures(run)
+    return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--runs {text}: allowed: LABEL=FOLDER; write =FOLDER for no label")
         prefix = f"{label}_" if label else ""
         run = Path(folder)
-        found = pace_figures(run) | accept_curve(run)
+        found = pace_figures(run) | accept_curve(run) | final_figures(run)
         figures |= {f"{prefix}{name}": value for name, value in found.items()}
     write_record(
         options.name, figures, command=options.command, folder=options.out, like=options.like
