@@ -183,7 +183,7 @@ class TrainerRank:
             result = self._engine(self._prefetch.take(), scales[0], scales[1])
             self._metrics.add(result.metrics, result.loss)
             self._engine.backward(result.loss, scale_wrt_gas=False)
-            # Before the update, in which DeepSpeed waits for the gradient's norm.
+            # Before the update, in which DeepSpeed's own optimizers wait for the gradient's norm.
             self._look_ahead()
             self._engine.step()
         self._metrics.end_step(plan.step, rate, self._engine.get_global_grad_norm())
