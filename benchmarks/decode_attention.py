@@ -2,9 +2,12 @@
 
     python -m benchmarks.decode_attention
     python -m benchmarks.decode_attention --context 512 8192 --batch 1 4 --draft
+    python -m benchmarks.decode_attention --page-size 64
 
 A captured graph runs one attention per layer, as a step of the server does, so that gaps between
-launches count. Each layer has keys and values of its own, and as many layers as hold several times
+launches count. Behind each comes a small ordinary kernel, so that no attention overlaps the next
+one, which it does not follow in a step either; what these kernels take alone is taken off. Each
+layer has keys and values of its own, and as many layers as hold several times
 the L2 cache, so that they come from memory. FlashAttention is called as SGLang's backend calls it,
 with the copy of the queries out of q, k and v. Both are compared with float32 first; a tiling that
 is wrong or fails is named and not timed. Median of the replays with the 20th and 80th percentile,
@@ -21,6 +24,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,11 @@ class Case:
     lengths: torch.Tensor
     q_len: int
     causal: bool
+    between: torch.Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.pools[0][0].shape[1]
 
     @classmethod
     def make(cls, options: argparse.Namespace, context: int, batch: int) -> Case:
@@ -62,8 +71,10 @@ class Case:
         q_len = options.query_tokens - options.draft
         length = context + q_len
         heads, kv_heads, head_dim = options.heads, options.kv_heads, options.head_dim
-        slots = batch * length + 64
-        layer_bytes = 2 * slots * kv_heads * head_dim * dtype.itemsize
+        pages = -(-length // options.page_size)
+        layer_bytes = (
+            2 * (batch * pages + 1) * options.page_size * kv_heads * head_dim * dtype.itemsize
+        )
         num_layers = min(MAX_LAYERS, options.layers)
         if device.type == "cuda":
             cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -73,22 +84,25 @@ class Case:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=g, device=device, dtype=dtype)
 
-        pools = [
-            (random(slots, kv_heads, head_dim), random(slots, kv_heads, head_dim))
-            for _ in range(num_layers)
-        ]
+        shape = (batch * pages + 1, options.page_size, kv_heads, head_dim)
+        pools = [(random(*shape), random(*shape)) for _ in range(num_layers)]
         qkv = random(batch * q_len, (heads + 2 * kv_heads) * head_dim)
         q = qkv[:, : heads * head_dim].view(-1, heads, head_dim)
-        # As the allocator gives them after prefill: side by side, slot 0 for padding.
-        table = torch.zeros(batch, length + 64, dtype=torch.int32, device=device)
-        table[:, :length] = 1 + torch.arange(batch * length, device=device).view(batch, length)
+        # As the allocator gives them after prefill: side by side, page 0 for padding.
+        table = torch.zeros(batch, pages + 64, dtype=torch.int32, device=device)
+        table[:, :pages] = 1 + torch.arange(batch * pages, device=device).view(batch, pages)
         lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-        return cls(q, pools, table, lengths, q_len, causal=not options.draft)
+        between = torch.zeros(1, device=device)
+        return cls(q, pools, table, lengths, q_len, not options.draft, between)
+
+    def pause(self, layer: int) -> None:
+        """The small kernel behind a layer."""
+        self.between.add_(1)
 
     @property
     def read_bytes(self) -> int:
         """Keys and values of a layer."""
-        slot = self.pools[0][0][0]
+        slot = self.pools[0][0][0, 0]
         return 2 * int(self.lengths.sum()) * slot.numel() * slot.element_size()
 
     def expected(self, layer: int) -> torch.Tensor:
@@ -96,22 +110,22 @@ class Case:
         heads, head_dim = self.q.shape[1:]
         found = []
         for row, length in enumerate(self.lengths.tolist()):
-            slots = self.table[row, :length].long()
+            position = torch.arange(length, device=self.q.device)
+            place = self.table[row, position // self.page_size], position % self.page_size
             k, v = (
-                pool[slots].float().repeat_interleave(heads // pool.shape[1], 1)
+                pool[place].float().repeat_interleave(heads // pool.shape[2], 1)
                 for pool in self.pools[layer]
             )
             q = self.q[row * self.q_len : (row + 1) * self.q_len].float()
             score = torch.einsum("qhd,nhd->hqn", q, k) * head_dim**-0.5
             if self.causal:
-                position = torch.arange(length, device=q.device)
                 last = length - self.q_len + torch.arange(self.q_len, device=q.device)
                 score = score.masked_fill(position > last[:, None], -torch.inf)
             found.append(torch.einsum("hqn,nhd->qhd", score.softmax(-1), v))
         return torch.cat(found)
 
 
-def ours(case: Case, tiling: Tiling) -> Callable[[int], torch.Tensor]:
+def ours(tiling: Tiling, case: Case) -> Callable[[int], torch.Tensor]:
     """Our attention of a layer."""
 
     def run(layer: int) -> torch.Tensor:
@@ -132,7 +146,7 @@ def flash_attention(case: Case) -> Callable[[int], torch.Tensor]:
     cu_k = torch.nn.functional.pad(torch.cumsum(case.lengths, 0, dtype=torch.int32), (1, 0))
 
     def run(layer: int) -> torch.Tensor:
-        k, v = (pool.unsqueeze(1) for pool in case.pools[layer])
+        k, v = case.pools[layer]
         return flash_attn_with_kvcache(
             q=case.q.contiguous(),
             k_cache=k,
@@ -153,44 +167,28 @@ def flash_attention(case: Case) -> Callable[[int], torch.Tensor]:
 
 
 def tilings(picked: Tiling) -> list[Tiling]:
-    """What is tried, the most promising first: the picked one, then one thing changed, then two."""
-    splits = picked.num_splits
-    whole = picked
-    # Two programs on each multiprocessor; they have to fit beside each other.
-    double = dataclasses.replace(picked, num_splits=2 * splits, num_stages=3)
-    change = dataclasses.replace
+    """What is tried, the most promising first."""
+    splits, change = picked.num_splits, dataclasses.replace
+    small = change(picked, block_n=64, num_warps=4, num_stages=6)
     tried = [
         picked,
-        change(whole, merge="second", early=True),
-        change(whole, merge="second"),
-        whole,
-        change(whole, num_warps=8),
-        change(whole, num_stages=5),
-        change(whole, half_parts=True),
-        change(whole, block_n=128, num_warps=8, num_stages=3),
-        change(double, merge="second", early=True),
-        double,
-        change(whole, block_n=32, num_stages=6),
-        change(whole, num_stages=3),
-        change(whole, num_warps=8, merge="second", early=True),
-        change(whole, num_warps=8, num_stages=5),
-        change(whole, block_n=128, num_warps=8, num_stages=3, merge="second", early=True),
-        change(double, half_parts=True),
-        change(double, num_warps=8, merge="second", early=True),
-        change(double, block_n=32, num_stages=5, merge="second", early=True),
-        change(whole, num_splits=max(1, splits // 2)),
-        change(whole, num_splits=max(1, splits // 2), num_warps=8, num_stages=5),
-        change(whole, num_warps=8, half_parts=True),
-        change(double, num_stages=2, merge="second", early=True),
+        change(picked, ahead=256),
+        small,
+        change(picked, early=False),
+        change(picked, half_parts=True),
+        change(picked, ahead=512),
+        # Two programs on each multiprocessor, which have to fit beside each other.
+        change(small, num_splits=2 * splits, num_stages=3),
+        change(small, ahead=256),
     ]
     return list(dict.fromkeys(tried))
 
 
 def name_of(tiling: Tiling) -> str:
     """Short, and fit for the name of a figure."""
-    merge = tiling.merge + "_early" * tiling.early + "_half" * tiling.half_parts
     blocks = f"n{tiling.block_n}_w{tiling.num_warps}_s{tiling.num_stages}"
-    return f"splits{tiling.num_splits}_{blocks}_{merge}"
+    options = "_early" * tiling.early + f"_ahead{tiling.ahead}" * bool(tiling.ahead)
+    return f"splits{tiling.num_splits}_{blocks}{options}" + "_half" * tiling.half_parts
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -201,19 +199,39 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def measure(
-    run: Callable[[int], torch.Tensor], case: Case, expected: torch.Tensor
+    case: Case,
+    expected: torch.Tensor,
+    alone: float,
+    make: Callable[[Case], Callable[[int], torch.Tensor]],
 ) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile, microseconds a layer. Raises ValueError if it is wrong."""
-    last = len(case.pools) - 1
+    """Median, 20th and 80th percentile, microseconds a layer. Raises ValueError if it is wrong.
+
+    `alone` is what the kernels between the layers take, which is not counted.
+    """
+    run, last = make(case), len(case.pools) - 1
     for _ in range(2):
         check(run(last), expected)
     if case.q.device.type == "cpu":
         started = time.perf_counter()
         run(last)
         return (1e6 * (time.perf_counter() - started),) * 3
+    outs: dict[int, torch.Tensor] = {}
+
+    def layer(number: int) -> None:
+        outs[number] = run(number)
+        case.pause(number)
+
+    low, middle, high = replayed(layer, len(case.pools))
+    check(outs[last], expected)
+    return middle - alone, low - alone, high - alone
+
+
+def replayed(layer: Callable[[int], object], num_layers: int) -> tuple[float, float, float]:
+    """20th percentile, median and 80th of a layer in a captured graph, microseconds."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = [run(layer) for layer in range(len(case.pools))]
+        for number in range(num_layers):
+            layer(number)
     for _ in range(3):
         graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
@@ -222,11 +240,10 @@ def measure(
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    check(outs[last], expected)
     times = torch.tensor([a.elapsed_time(b) for a, b in pairwise(marks)], dtype=torch.float64)
-    times *= 1e3 / len(case.pools)
+    times *= 1e3 / num_layers
     low, middle, high = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
-    return middle, low, high
+    return low, middle, high
 
 
 class Table:
@@ -268,15 +285,14 @@ def main() -> None:
         kind = "causal" if case.causal else "not causal"
         table.title(
             f"{context} tokens of context, batch {batch}, {case.q_len} query tokens, {kind}, "
-            f"{len(case.pools)} layers of {size / 1e6:.1f} MB"
+            f"{len(case.pools)} layers of {size / 1e6:.1f} MB, pages of {case.page_size}"
         )
+        alone = 0.0
+        if options.device == "cuda":
+            _, alone, _ = replayed(case.pause, len(case.pools))
         expected = case.expected(len(case.pools) - 1)
-        table.add(
-            where,
-            "flash_attention_3",
-            lambda case=case, expected=expected: measure(flash_attention(case), case, expected),
-            size,
-        )
+        timed = partial(measure, case, expected, alone)
+        table.add(where, "flash_attention_3", partial(timed, flash_attention), size)
         rows = case.q_len * options.heads // options.kv_heads
         sms = num_sms(case.q.device)
         tried = tilings(pick_tiling(batch, options.kv_heads, rows, sms))
@@ -284,19 +300,13 @@ def main() -> None:
             if time.monotonic() > until:
                 print(f"{len(tried) - place} tilings left out: no time", flush=True)
                 break
-            table.add(
-                where,
-                name_of(tiling),
-                lambda case=case, expected=expected, tiling=tiling: measure(
-                    ours(case, tiling), case, expected
-                ),
-                size,
-            )
+            table.add(where, name_of(tiling), partial(timed, partial(ours, tiling)), size)
         table.figures[f"{where}_layers"] = len(case.pools)
+        table.figures[f"{where}_between_microseconds"] = round(alone, 3)
         table.figures[f"{where}_read_mb"] = round(size / 1e6, 2)
         table.figures[f"{where}_best"] = min(table.best, key=table.best.__getitem__, default="")
         print(f"best: {table.figures[f'{where}_best']}", flush=True)
-        del case, expected
+        del case, expected, timed
         if options.device == "cuda":
             torch.cuda.empty_cache()
     table.figures |= {
@@ -305,9 +315,11 @@ def main() -> None:
         "head_dim": options.head_dim,
         "query_tokens": options.query_tokens - options.draft,
         "causal": not options.draft,
+        "page_size": options.page_size,
         "replays": REPLAYS,
     }
-    name = "decode_attention_draft" if options.draft else "decode_attention"
+    name = "decode_attention" + "_draft" * options.draft
+    name += f"_pages{options.page_size}" * (options.page_size > 1)
     write_record(name, table.figures, folder=options.out)
 
 
@@ -318,6 +330,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--query-tokens", type=int, default=8, help="of a verified request")
     parser.add_argument("--draft", action="store_true", help="a draft's block: one less, no mask")
+    parser.add_argument("--page-size", type=int, default=1, help="tokens of a page, for both")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)

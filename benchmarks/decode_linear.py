@@ -53,7 +53,9 @@ class Product(NamedTuple):
     num_out: int
     num_in: int
     per_step: int
-    """Launches in a DSPARK step of target and draft."""
+    """Launches in a DSPARK step of target and draft; 0 for what takes another's place."""
+    gated: bool = False
+    """With silu(gate) * up behind it."""
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +71,8 @@ MODELS = {
         "down": Product(4096, 12288, 41),
         "fc": Product(4096, 5 * 4096, 1),
         "lm_head": Product(151936, 4096, 2),
+        "mlp": Product(24576, 4096, 0, gated=True),
+        "markov": Product(151936, 256, 7),
     },
     # 30 layers and 2 of the draft.
     "smollm2": {
@@ -78,7 +82,11 @@ MODELS = {
         "down": Product(576, 1536, 32),
         "lm_head": Product(49152, 576, 2),
     },
-    "tiny": {"qkv": Product(96, 64, 2), "lm_head": Product(200, 72, 1)},
+    "tiny": {
+        "qkv": Product(96, 64, 2),
+        "lm_head": Product(200, 72, 1),
+        "mlp": Product(96, 64, 0, gated=True),
+    },
 }
 
 
@@ -153,22 +161,29 @@ def parse_options() -> argparse.Namespace:
 
 def measure(timings: Timings, options: argparse.Namespace, started: float) -> None:
     """Fill in the library's times and those of all configurations."""
-    weights, x = make_inputs(timings.product, options.rows, options.device)
+    product = timings.product
+    weights, x = make_inputs(product, options.rows, options.device)
     expected = (x.double() @ weights[0].double().T).float()
+    if product.gated:
+        # Rounded where SGLang's kernels round.
+        gate, up = expected.bfloat16().double().chunk(2, -1)
+        expected = (F.silu(gate) * up).float()
 
     def try_one(config: skinny.Config | None) -> None:
         name = LIBRARY if config is None else str(config)
         if name in timings.replays or time.perf_counter() - started > options.seconds:
             return
         try:
-            timings.replays[name] = time_product(config, x, weights, expected, options)
+            timings.replays[name] = time_product(
+                config, x, weights, expected, options, gated=product.gated
+            )
         except Exception as error:
             timings.failed[name] = describe(error)
             # Where the device itself is lost, this raises and ends the product.
             synchronize(options.device)
 
     try_one(None)
-    for config in configurations(timings.product, options):
+    for config in configurations(product, options):
         try_one(config)
     if not options.configs:
         ranked = sorted((n for n in timings.replays if n != LIBRARY), key=timings.median)
@@ -183,7 +198,7 @@ def configurations(product: Product, options: argparse.Namespace) -> list[skinny
         return [skinny.Config.parse(name) for name in options.configs]
     # Sizes and a device, no memory.
     weight = torch.empty(1, device=options.device).expand(product.num_out, product.num_in)
-    found = list(skinny.device_candidates(weight, options.rows))
+    found = list(skinny.device_candidates(weight, options.rows, product.gated))
     found += [replace(c, split_k=int(split)) for split in options.splits for c in found]
     return list(dict.fromkeys(found))
 
@@ -218,6 +233,8 @@ def time_product(
     weights: list[torch.Tensor],
     expected: torch.Tensor,
     options: argparse.Namespace,
+    *,
+    gated: bool,
 ) -> list[float]:
     """Check, then microseconds a launch of each replay.
 
@@ -229,13 +246,16 @@ def time_product(
 
     def call(place: int) -> torch.Tensor:
         if config is None:
-            return F.linear(x, weights[place])
-        return skinny.skinny_linear(x, weights[place], config=config, counters=counters[place])
+            y = F.linear(x, weights[place])
+            return silu_and_mul(y) if gated else y
+        return skinny.skinny_linear(
+            x, weights[place], config=config, counters=counters[place], gated=gated
+        )
 
     first = call(0)
     error = float((first.float() - expected).norm() / expected.norm())
     # The interpreter cuts digits off where a device rounds.
-    if not error <= MOST_ERROR * (1 if x.is_cuda else 2):
+    if not error <= MOST_ERROR * (1 if x.is_cuda else 4):
         raise ValueError(f"the error's RMS is {error:.1e} of the result's")
     places = [place % len(weights) for place in range(max(LAUNCHES, len(weights)))]
     replay, results = capture(call, places, options.device)
@@ -245,6 +265,17 @@ def time_product(
     if any(bool(count.any()) for count in counters if count is not None):
         raise ValueError("counters are not at 0")
     return times
+
+
+def silu_and_mul(y: torch.Tensor) -> torch.Tensor:
+    """SGLang's, or torch's where there is no GPU."""
+    if y.is_cuda:
+        from sgl_kernel import silu_and_mul as kernel
+
+        found: torch.Tensor = kernel(y)
+        return found
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def capture(
@@ -355,7 +386,7 @@ def keep(timings: Timings, options: argparse.Namespace) -> None:
     if timings.median(name) > timings.median(LIBRARY) * (1 - skinny.LEAST_GAIN):
         name = LIBRARY
     rows = skinny.row_bucket(options.rows)
-    shape = Shape(product.num_out, product.num_in, rows, "bfloat16", False)
+    shape = Shape(product.num_out, product.num_in, rows, "bfloat16", False, product.gated)
     KeptChoices(options.choices).keep(shape, name)
 
 

@@ -324,7 +324,13 @@ CHECKS: tuple[Check, ...] = (
         "our own decode attention",
         _asks_for("attention"),
         _kernel(r"decode_attention_kernel"),
-        "three launches and a copy more a layer, and half the bandwidth",
+        "two launches and a copy more a layer",
+    ),
+    Check(
+        "norms, rotation and store in one launch",
+        _asks_for("rope"),
+        _kernel(r"rope_store_kernel"),
+        "two launches more a layer, and a copy with FlashAttention",
     ),
     Check(
         "our own products of few rows",

@@ -9,7 +9,7 @@ fixed buffers where the step is captured, fresh tensors where it is not; rows th
 have the length of their query tokens and one more.
 
 FlashAttention takes four launches there: it copies the queries out of q, k and v, schedules,
-attends, and merges. `serving.kernels.decode_attention` takes one. What it does not serve, which
+attends, and merges. `serving.kernels.decode_attention` takes two. What it does not serve, which
 `refusal` tells, goes to SGLang as before, and everything does once the kernel has failed: a graph
 runner makes its first calls without a graph, so that a failure is seen there and not in a replay.
 """

@@ -2,6 +2,9 @@
 
     attention   decode and verify attention of few requests (`serving.hooks_attention`)
     linear      matrix products of few rows (`serving.hooks_linear`)
+    mlp         the first product of an MLP with its activation (`serving.hooks_linear`)
+    markov      a Markov head's products (`serving.hooks_linear`)
+    rope        norms, rotation and store of q, k and v at verification (`serving.hooks_rope`)
 
 Each leaves to SGLang what it does not apply to, for good once it has failed, and
 says so in the log.
@@ -14,7 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 ENVIRONMENT = "SPLITSERVE_KERNELS"
-PARTS = ("attention", "linear")
+PARTS = ("attention", "linear", "mlp", "markov", "rope")
+PRODUCTS = ("linear", "mlp", "markov")
+"""They share their choices."""
 CHOICES = "SPLITSERVE_LINEAR_CHOICES"
 """Path of a file of what `linear` chose for each shape; unset, every start times."""
 LOG_MARK = "kernels: "
@@ -42,15 +47,20 @@ def parse_kernels(text: str) -> tuple[str, ...]:
 
 def register(register_hook: Callable[..., None], kind: Any, parts: Iterable[str]) -> None:
     """Hook what the kernels ask for."""
-    # Imported where they are asked for: both load Triton.
+    parts = tuple(parts)
+    # Imported where they are asked for: they load Triton.
+    if "attention" in parts:
+        from serving import hooks_attention
+
+        hooks_attention.register(register_hook, kind)
+    if products := [part for part in parts if part in PRODUCTS]:
+        from serving import hooks_linear
+
+        hooks_linear.register(register_hook, kind, products)
+    if "rope" in parts:
+        from serving import hooks_rope
+
+        hooks_rope.register(register_hook, kind)
     for part in parts:
-        if part == "attention":
-            from serving import hooks_attention
-
-            hooks_attention.register(register_hook, kind)
-        else:
-            from serving import hooks_linear
-
-            hooks_linear.register(register_hook, kind)
         # Whoever started SGLang looks for it: a step that shows more may come much later.
         logger.warning("%s%s is hooked", LOG_MARK, part)

@@ -1,6 +1,8 @@
 """A decode step's linear products by kernels of our own, where they are faster on this GPU.
 
-SGLang's unquantized layers, and both ways to the lm_head, go through `Products`. It takes products
+SGLang's unquantized layers, and both ways to the lm_head, go through `Products` (`linear`), the
+first product of a dense MLP with the activation behind it (`mlp`), and a Markov head's product with
+its second matrix, one for each drafted token (`markov`). It takes products
 of up to 16 rows with bfloat16 or float16 weights; a larger batch, a quantized layer, an lm_head
 with LoRA or float32 logits, and anything under torch.compile or batch-invariant operators stays
 SGLang's. A layer's own LoRA is added to its base product, which may be ours.
@@ -17,8 +19,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +41,15 @@ LIBRARY = "library"
 logger = logging.getLogger("serving.kernels")
 
 
+MLPS = {
+    "sglang.srt.models.qwen2.Qwen2MLP.forward": ("forward_batch",),
+    "sglang.srt.models.llama.LlamaMLP.forward": (),
+    "sglang.srt.models.dflash.DFlashMLP.forward": (),
+}
+"""Of Qwen and Llama targets and of drafts, with the keywords that the second product takes."""
+MARKOV = "sglang.srt.models.dspark.VanillaMarkov.project_bias"
+
+
 class Shape(NamedTuple):
     """What shares a choice."""
 
@@ -47,10 +59,12 @@ class Shape(NamedTuple):
     """The bucket: 8 or 16."""
     dtype: str
     bias: bool
+    gated: bool = False
+    """Whether silu(gate) * up follows in the same kernel."""
 
     def __str__(self) -> str:
-        bias = " with bias" if self.bias else ""
-        return f"{self.num_out}x{self.num_in} up to {self.rows} rows {self.dtype}{bias}"
+        more = " with bias" * self.bias + " with gate" * self.gated
+        return f"{self.num_out}x{self.num_in} up to {self.rows} rows {self.dtype}{more}"
 
 
 class KeptChoices:
@@ -103,13 +117,20 @@ class Plan:
     """By a weight's address: two weights may be multiplied at once, one weight not."""
 
 
-def register(register_hook: Callable[..., None], kind: Any) -> None:
-    """Hook the products. Raises ValueError for a bad file of choices."""
+def register(register_hook: Callable[..., None], kind: Any, parts: Iterable[str]) -> None:
+    """Hook the products of `linear`, `mlp` and `markov`. Raises ValueError for a bad file."""
     path = os.environ.get(CHOICES)
     products = Products(KeptChoices(Path(path) if path else None))
-    register_hook(APPLY, products.linear, kind.AROUND)
-    register_hook(HEAD, products.head, kind.AROUND)
-    register_hook(DRAFT_HEAD, products.draft_head, kind.AROUND)
+    for part in parts:
+        if part == "linear":
+            register_hook(APPLY, products.linear, kind.AROUND)
+            register_hook(HEAD, products.head, kind.AROUND)
+            register_hook(DRAFT_HEAD, products.draft_head, kind.AROUND)
+        elif part == "mlp":
+            for target, keywords in MLPS.items():
+                register_hook(target, partial(products.mlp, keywords), kind.AROUND)
+        else:
+            register_hook(MARKOV, products.markov, kind.AROUND)
 
 
 class Products:
@@ -171,15 +192,62 @@ class Products:
                 return y
         return original(hidden, lm_head)
 
+    def mlp(
+        self,
+        passed: tuple[str, ...],
+        original: Callable[..., Any],
+        module: Any,
+        x: Any,
+        forward_batch: Any = None,
+    ) -> Any:
+        """Instead of a dense MLP's forward: the activation is part of the first product."""
+        given = () if forward_batch is None else (forward_batch,)
+        if (
+            not torch.compiler.is_compiling()
+            # A quantized layer may be given values and scales.
+            and isinstance(x, torch.Tensor)
+            and x.dim() == 2
+            and x.shape[0] <= MAX_ROWS
+            and is_gated_mlp(module, x)
+        ):
+            y = self.product(
+                *(module.gate_up_proj.weight, x, None),
+                lambda x: module.act_fn(module.gate_up_proj(x)[0]),
+                gated=True,
+            )
+            if y is not None:
+                keywords = {"forward_batch": forward_batch} if "forward_batch" in passed else {}
+                return module.down_proj(y, **keywords)[0]
+        return original(module, x, *given)
+
+    def markov(self, original: Callable[..., Any], head: Any, latent: Any) -> Any:
+        """Instead of a Markov head's product with its second matrix."""
+        w2 = head.markov_w2
+        if (
+            not torch.compiler.is_compiling()
+            and latent.shape[0] <= MAX_ROWS
+            and type(w2) is torch.nn.Linear
+            and not (w2.weight.requires_grad and torch.is_grad_enabled())
+        ):
+            y = self.product(w2.weight.detach(), latent, w2.bias, lambda x: original(head, x))
+            if y is not None:
+                return y
+        return original(head, latent)
+
     def product(
-        self, weight: Any, x: Any, bias: Any, library: Callable[[Any], Any]
+        self,
+        weight: Any,
+        x: Any,
+        bias: Any,
+        library: Callable[[Any], Any],
+        gated: bool = False,
     ) -> torch.Tensor | None:
         """The product by a kernel; None where SGLang's is to run."""
         if not is_served(weight, x):
             return None
         rows = 8 if x.shape[0] <= 8 else MAX_ROWS
         dtype = str(x.dtype).removeprefix("torch.")
-        shape = Shape(weight.shape[0], weight.shape[1], rows, dtype, bias is not None)
+        shape = Shape(weight.shape[0], weight.shape[1], rows, dtype, bias is not None, gated)
         plan = self.plans.get(shape)
         try:
             if plan is None:
@@ -187,7 +255,7 @@ class Products:
                     return None
                 plan = self.plans[shape] = Plan()
                 self.decide(plan, shape, weight, bias, library)
-            return None if plan.config is None else self.run(plan, weight, x, bias)
+            return None if plan.config is None else self.run(plan, weight, x, bias, gated)
         except Exception as error:
             # Serving goes on whatever a kernel, a driver or the file does.
             self.plans[shape] = Plan()
@@ -207,7 +275,9 @@ class Products:
             self.kernels = skinny_linear
         name = self.kept.names.get(shape)
         if name is None:
-            found = self.kernels.choose(weight, shape.rows, library=library, bias=bias)
+            found = self.kernels.choose(
+                weight, shape.rows, library=library, bias=bias, gated=shape.gated
+            )
             for failed, why in found.failed.items():
                 logger.warning("%s%s: %s is left out: %s", LOG_MARK, shape, failed, why)
             name = self.kept.keep(shape, found.name)
@@ -224,9 +294,9 @@ class Products:
             plan.config = self.kernels.Config.parse(name)
         logger.warning("%s%s: %s", LOG_MARK, shape, told)
 
-    def run(self, plan: Plan, weight: Any, x: Any, bias: Any) -> torch.Tensor | None:
+    def run(self, plan: Plan, weight: Any, x: Any, bias: Any, gated: bool) -> torch.Tensor | None:
         """The kernel; None where this one call cannot use it."""
-        if self.kernels.why_not(x, weight, bias):
+        if self.kernels.why_not(x, weight, bias, gated):
             return None
         counters, place = None, weight.data_ptr()
         if plan.config.split_k > 1:
@@ -237,7 +307,7 @@ class Products:
                     return None
                 counters = plan.counters[place] = self.kernels.make_counters(weight, plan.config)
         y: torch.Tensor = self.kernels.skinny_linear(
-            x, weight, bias, config=plan.config, counters=counters
+            x, weight, bias, config=plan.config, counters=counters, gated=gated
         )
         return y
 
@@ -267,6 +337,31 @@ def is_plain_head(lm_head: Any) -> bool:
         and not hasattr(lm_head, "set_lora")
         and (method is None or type(method).__name__ in PLAIN_METHODS)
     )
+
+
+def is_gated_mlp(module: Any, x: Any) -> bool:
+    """Whether SGLang's MLP would multiply, apply silu, and multiply, and nothing else."""
+    first = module.gate_up_proj
+    dual = getattr(module, "dual_gemm", None)
+    return (
+        # One with LoRA is of another class.
+        type(first).__name__ == "MergedColumnParallelLinear"
+        and type(first.quant_method).__name__ == "UnquantizedLinearMethod"
+        and type(module.act_fn).__name__ == "SiluAndMul"
+        and first.bias is None
+        and not first.gather_output
+        and len(set(first.output_partition_sizes)) == 1
+        and len(first.output_partition_sizes) == 2
+        and not is_sequence_parallel()
+        and not (dual is not None and dual.can_run(x, first))
+    )
+
+
+def is_sequence_parallel() -> bool:
+    """Whether a product gathers its rows from other ranks first."""
+    from sglang.srt.runtime_context import get_forward
+
+    return bool(get_forward().sp_active)
 
 
 def is_on_gpu(x: Any) -> bool:

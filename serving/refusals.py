@@ -9,7 +9,7 @@ from pathlib import Path
 from serving.contract import contract_problems
 from serving.facts import DraftFacts, Family, Gpu, TargetFacts
 from serving.hooks_fold import parse_parts
-from serving.hooks_kernels import CHOICES, ENVIRONMENT, parse_kernels
+from serving.hooks_kernels import CHOICES, ENVIRONMENT, PRODUCTS, parse_kernels
 from serving.launch_spec import Launch
 from serving.profiles import Profile, Request
 from serving.split import (
@@ -192,15 +192,17 @@ def _kernel_problems(request: Request, launch: Launch) -> list[str]:
     except ValueError as error:
         return [str(error).replace(f"{ENVIRONMENT}=", "kernels=")]
     backend = launch.argument_dict().get("attention_backend")
-    if "attention" in kernels and request.profile.is_dspark and backend != "fa3":
+    beside_fa3 = [part for part in kernels if part in ("attention", "rope")]
+    if beside_fa3 and request.profile.is_dspark and backend != "fa3":
+        left = [part for part in kernels if part not in beside_fa3] or ["linear"]
         return [
-            f"kernels=attention replaces FlashAttention (fa3), attention_backend is {backend}; "
-            "write kernels=linear"
+            f"kernels={','.join(beside_fa3)} needs FlashAttention (fa3), attention_backend is "
+            f"{backend}; write kernels={','.join(left)}"
         ]
-    if kernels == ("attention",) and not request.profile.is_dspark:
-        return ["kernels=attention has no effect without a DSPARK profile; leave it out"]
+    if set(kernels) <= {"attention", "rope", "markov"} and not request.profile.is_dspark:
+        return [f"kernels={','.join(kernels)} has no effect without a DSPARK profile; leave it out"]
     variables = os.environ | launch.environment_dict()
-    if "linear" in kernels and (choices := variables.get(CHOICES)):
+    if set(kernels) & set(PRODUCTS) and (choices := variables.get(CHOICES)):
         from serving.hooks_linear import KeptChoices
 
         try:

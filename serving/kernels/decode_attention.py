@@ -1,4 +1,4 @@
-"""Attention of a few query tokens per request over paged keys and values, one launch a layer.
+"""Attention of a few query tokens per request over paged keys and values, two launches a layer.
 
 For the steps of speculative decoding at small batch: every request has the same Q query tokens,
 the last ones of its sequence (verification), or a block that sees all of it (a draft's). Such a
@@ -43,10 +43,10 @@ MAX_ROWS = 128
 """Query tokens times heads that share a KV head; more do not fit the registers."""
 CHUNK_TOKENS = 16
 """A part's length is a multiple of it: coarser ones leave the last part short."""
-MERGE_ROWS = 2
-"""Rows that a program merges, a warp for each."""
+LEAST_TOKENS = 64
+"""Of a part, if a block has as many: shorter ones read no faster."""
 MERGE_PARTS = 32
-"""Parts that it loads at once, at most."""
+"""Parts that are loaded at once to be merged, at most."""
 
 _LOG2E = math.log2(math.e)
 _LINE: tl.constexpr = tl.constexpr(64)
@@ -58,13 +58,10 @@ _LOWEST = tl.constexpr(-1e30)
 # tl.cdiv, tl.zeros, tl.max and the like are jitted themselves, for the device, if triton was
 # imported before TRITON_INTERPRET was set; hence the spelled-out forms.
 @triton.jit
-def _parts(length, NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tokens of a part, and how many parts there are; one that is empty for no tokens.
-
-    A part is as short as the splits allow, but fills a block: shorter ones read no faster.
-    """
+def _parts(length, NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr):
+    """Tokens of a part, and how many parts there are; one that is empty for no tokens."""
     even = (length + NUM_SPLITS - 1) // NUM_SPLITS
-    size = tl.maximum((even + CHUNK - 1) // CHUNK * CHUNK, BLOCK_N)
+    size = tl.maximum((even + CHUNK - 1) // CHUNK * CHUNK, LEAST)
     return size, tl.maximum((length + size - 1) // size, 1)
 
 
@@ -120,6 +117,7 @@ def decode_attention_kernel(
     SAME_STRIDES: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -137,7 +135,7 @@ def decode_attention_kernel(
     if EARLY:
         if AHEAD:
             seen = tl.minimum(tl.load(lengths_ptr + request), table_stride * PAGE_SIZE)
-            part, _ = _parts(seen, NUM_SPLITS, CHUNK, BLOCK_N)
+            part, _ = _parts(seen, NUM_SPLITS, CHUNK, LEAST)
             first = split * part
             last = tl.minimum(first + part, seen)
             _bring(
@@ -150,7 +148,7 @@ def decode_attention_kernel(
             )
         gdc_wait()
     length = tl.load(lengths_ptr + request, cache_modifier=".cg")
-    size, used = _parts(length, NUM_SPLITS, CHUNK, BLOCK_N)
+    size, used = _parts(length, NUM_SPLITS, CHUNK, LEAST)
     if split < used:
         start = split * size
         stop = tl.minimum(start + size, length)
@@ -245,60 +243,55 @@ def merge_attention_kernel(
     GROUP: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A few rows of one request and KV head."""
+    """A row of one request and KV head, by one warp."""
     pair = tl.program_id(0)
+    row = tl.program_id(1)
     request = pair // num_kv_heads
-    head = pair % num_kv_heads
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = rows < Q_LEN * GROUP
-    columns = tl.arange(0, HEAD_DIM)
     if EARLY:
         # The kernel after this one waits for the end of this one, and so of all before.
         gdc_launch_dependents()
-        gdc_wait()
+    # The first kernel let this one begin only when all before it had ended: lengths are known.
     length = tl.load(lengths_ptr + request, cache_modifier=".cg")
-    _, used = _parts(length, NUM_SPLITS, CHUNK, BLOCK_N)
+    _, used = _parts(length, NUM_SPLITS, CHUNK, LEAST)
+    if EARLY:
+        gdc_wait()
     if used > 1:
-        lse_base = lse_ptr + pair * NUM_SPLITS * BLOCK_M
-        partial_base = partial_ptr + pair.to(tl.int64) * NUM_SPLITS * BLOCK_M * HEAD_DIM
-        top = tl.full([ROWS], _LOWEST, tl.float32)
-        total = tl.full([ROWS], 0.0, tl.float32)
-        result = tl.full([ROWS, HEAD_DIM], 0.0, tl.float32)
-        for first in range(0, used, PARTS):
+        columns = tl.arange(0, HEAD_DIM)
+        first_row = pair.to(tl.int64) * (NUM_SPLITS * BLOCK_M) + row
+        lse_base = lse_ptr + first_row
+        partial_base = partial_ptr + first_row * HEAD_DIM + columns
+        top = _LOWEST
+        total = 0.0
+        result = tl.full([HEAD_DIM], 0.0, tl.float32)
+        for first in tl.static_range(0, NUM_SPLITS, PARTS):
             split = first + tl.arange(0, PARTS)
-            places = split[:, None] * BLOCK_M + rows[None, :]
-            held = (split < used)[:, None] & inside[None, :]
+            held = split < used
             lse = tl.load(
-                lse_base + places, mask=held, other=float("-inf"), cache_modifier=".cg"
+                lse_base + split * BLOCK_M, mask=held, other=float("-inf"), cache_modifier=".cg"
             )
             parts = tl.load(
-                partial_base + places[:, :, None] * HEAD_DIM + columns[None, None, :],
-                mask=held[:, :, None],
+                partial_base[None, :] + (split * (BLOCK_M * HEAD_DIM))[:, None],
+                mask=held[:, None],
                 other=0.0,
                 cache_modifier=".cg",
             ).to(tl.float32)
             new = tl.maximum(top, tl.reduce(lse, 0, tl.standard._elementwise_max))
             decay = tl.exp2(top - new)
-            weight = tl.exp2(lse - new[None, :])
+            weight = tl.exp2(lse - new)
             total = total * decay + tl.reduce(weight, 0, tl.standard._sum_combine)
-            here = tl.reduce(parts * weight[:, :, None], 0, tl.standard._sum_combine)
-            result = result * decay[:, None] + here
+            here = tl.reduce(parts * weight[:, None], 0, tl.standard._sum_combine)
+            result = result * decay + here
             top = new
-        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
-        out = (request * Q_LEN + rows // GROUP) * out_stride_token
-        out += (head * GROUP + rows % GROUP) * out_stride_head
-        tl.store(
-            out_ptr + out[:, None] + columns[None, :],
-            result.to(out_ptr.dtype.element_ty),
-            mask=inside[:, None],
-        )
+        result = result / tl.where(total > 0.0, total, 1.0)
+        out = (request * Q_LEN + row // GROUP) * out_stride_token
+        out += (pair % num_kv_heads * GROUP + row % GROUP) * out_stride_head
+        tl.store(out_ptr + out + columns, result.to(out_ptr.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -311,7 +304,7 @@ class Tiling:
     """Tokens that are loaded at once."""
     num_warps: int = 4
     num_stages: int = 4
-    """One more than the blocks of keys and values that are on their way or in use."""
+    """Blocks of keys and values that are on their way or in use."""
     early: bool = True
     """Programmatic dependent launch of both kernels, from Hopper on; the interpreter has none."""
     ahead: int = 0
@@ -321,8 +314,9 @@ class Tiling:
     """Keep parts in the query's type: half the bytes to merge, and rounded once more."""
 
 
-ROWS_TO_BLOCKS = {16: (64, 4, 6), 32: (64, 4, 6), 64: (64, 4, 6), 128: (64, 4, 4)}
-"""By rows of the product, padded: block_n, num_warps and num_stages."""
+ROWS_TO_BLOCKS = {16: (128, 8, 3), 32: (128, 8, 3), 64: (128, 8, 3), 128: (64, 8, 4)}
+"""By rows of the product, padded: block_n, num_warps and num_stages. Two warps for each scheduler
+of a multiprocessor hide each other's latencies; the rest is as much as shared memory holds."""
 
 
 def pick_tiling(num_requests: int, num_kv_heads: int, num_rows: int, num_sms: int) -> Tiling:
@@ -420,8 +414,8 @@ def decode_attention(
         "GROUP": group,
         "NUM_SPLITS": tiling.num_splits,
         "CHUNK": CHUNK_TOKENS,
+        "LEAST": min(LEAST_TOKENS, tiling.block_n),
         "BLOCK_M": block_m,
-        "BLOCK_N": tiling.block_n,
         "HEAD_DIM": head_dim,
         "EARLY": early,
     }
@@ -436,6 +430,7 @@ def decode_attention(
             CAUSAL=causal,
             PAGE_SIZE=k_pool.shape[1] if k_pool.dim() == 4 else 1,
             SAME_STRIDES=_strides(k_pool) == _strides(v_pool),
+            BLOCK_N=tiling.block_n,
             AHEAD=tiling.ahead,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -443,11 +438,10 @@ def decode_attention(
             **options,
         )
         if tiling.num_splits > 1:
-            merge_attention_kernel[(pairs, -(-q_len * group // MERGE_ROWS))](
+            merge_attention_kernel[(pairs, q_len * group)](
                 *(cache_seqlens, *out, scratch.partial, scratch.lse, kv_heads),
-                ROWS=MERGE_ROWS,
                 PARTS=min(MERGE_PARTS, 1 << (tiling.num_splits - 1).bit_length()),
-                num_warps=MERGE_ROWS,
+                num_warps=1,
                 **shape,
                 **options,
             )

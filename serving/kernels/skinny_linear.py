@@ -7,6 +7,10 @@ few rows to keep every multiprocessor busy, its columns are split, and the last 
 adds the parts in their order, in the same launch. A row of y depends on its row of x and on the
 configuration alone: not on the other rows, not on their number, not on who came last.
 
+`gated`: W holds a gate and as many rows of what it lets through behind it, and y is
+silu(gate) * up. A tile then takes half of its rows from either, so that a program has both of what
+it multiplies.
+
 The number of programs is chosen close to a multiple of what the device holds at once, and
 `choose` times candidates and the library's product on the weight itself.
 
@@ -136,12 +140,18 @@ def skinny_linear_kernel(
     EVEN_K: tl.constexpr,
     PDL_LINES: tl.constexpr,
     UPCAST: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """`rows` is not specialized: a graph's capture must find the kernel compiled, whatever M is."""
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     m = tl.arange(0, BLOCK_M)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_row = tl.minimum(n, N - 1)
+    if GATED:
+        half = tl.arange(0, BLOCK_N) // (BLOCK_N // 2)
+        w_row = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N) % (BLOCK_N // 2)
+        w_row = tl.minimum(w_row, N // 2 - 1) + half * (N // 2)
     k = tl.arange(0, BLOCK_K)
     is_row = (m < rows)[None, :]
     steps = (K + BLOCK_K - 1) // BLOCK_K
@@ -149,7 +159,7 @@ def skinny_linear_kernel(
     last = (part + 1) * steps // SPLIT
     # N * K passes 2^31 for large vocabularies. Rows past the end repeat the last one: a copy
     # without a mask, whose products are not stored.
-    w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_stride
+    w_rows = w_ptr + w_row.to(tl.int64)[:, None] * w_stride
     if PDL_LINES:
         # The next kernel may be set up from now on; it waits for this one's end by itself.
         gdc_launch_dependents()
@@ -208,7 +218,12 @@ def skinny_linear_kernel(
                     other=0.0,
                     cache_modifier=".cg",
                 )
-            _store(total, bias_ptr, y_ptr, m, n, is_row, N)
+            if GATED:
+                _store_gated(total, y_ptr, m, tile, is_row, N // 2)
+            else:
+                _store(total, bias_ptr, y_ptr, m, n, is_row, N)
+    elif GATED:
+        _store_gated(acc, y_ptr, m, tile, is_row, N // 2)
     else:
         _store(acc, bias_ptr, y_ptr, m, n, is_row, N)
 
@@ -232,7 +247,21 @@ def _store(acc, bias_ptr, y_ptr, m, n, is_row, N):
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=is_row & is_out[:, None])
 
 
-def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str:
+@triton.jit
+def _store_gated(acc, y_ptr, m, tile, is_row, N):
+    """Round both products as the library does, then silu(gate) * up in float32, rounded again."""
+    HALF: tl.constexpr = acc.shape[0] // 2
+    pair = tl.permute(tl.reshape(acc, [2, HALF, acc.shape[1]]), (1, 2, 0))
+    gate, up = tl.split(pair.to(y_ptr.dtype.element_ty).to(tl.float32))
+    n = tile * HALF + tl.arange(0, HALF)
+    at = y_ptr + m[None, :] * N + n[:, None]
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=is_row & (n < N)[:, None])
+
+
+def why_not(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> str:
     """Why the kernels cannot compute this product; empty if they can."""
     for bad, why in (
         (x.dim() != 2 or weight.dim() != 2, "not two dimensions"),
@@ -245,6 +274,7 @@ def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         (weight.shape[-1] % 8 or weight.stride(0) % 8, "unaligned rows"),
         (bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()), "another bias"),
         (bias is not None and bias.data_ptr() % 16, "an unaligned bias"),
+        (gated and (bias is not None or weight.shape[0] % 2), "a gate with bias, or an odd one"),
     ):
         if bad:
             return why
@@ -259,6 +289,7 @@ def skinny_linear(
     config: Config | None = None,
     counters: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
     """x W^T + bias with sums in float32, rounded once; no gradients.
 
@@ -269,12 +300,13 @@ def skinny_linear(
         config: by default the first of `candidates`.
         counters: what `make_counters` gives, for products that never run at the same time; each
             leaves it at 0. By default new ones.
-        out: [M, N], contiguous.
+        out: [M, N], contiguous; [M, N / 2] if `gated`.
+        gated: silu of the first half of the columns times the second, both rounded first.
 
     Raises:
         ValueError: a product that `why_not` refuses.
     """
-    if why := why_not(x, weight, bias):
+    if why := why_not(x, weight, bias, gated):
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}: {why}; "
             "use torch.nn.functional.linear"
@@ -283,7 +315,11 @@ def skinny_linear(
     if config is None:
         config = candidates(rows, num_out, num_in)[0]
     assert rows <= config.block_m, f"{config} takes fewer than {rows} rows"
-    y = torch.empty(rows, num_out, dtype=x.dtype, device=x.device) if out is None else out
+    assert not (gated and config.tma), f"{config} copies no two pieces"
+    y = out
+    if y is None:
+        width = num_out // 2 if gated else num_out
+        y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     partial = None
     if config.split_k > 1:
         num_values = config.num_tiles(num_out) * config.split_k * config.block_n * config.block_m
@@ -308,6 +344,7 @@ def skinny_linear(
             EVEN_K=num_in % config.block_k == 0,
             PDL_LINES=config.pdl_lines,
             UPCAST=not x.is_cuda,
+            GATED=gated,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **({"launch_pdl": True} if config.pdl else {}),
@@ -367,6 +404,8 @@ def candidates(
         while whole.shared_bytes * (1 + 1 / whole.num_stages) > _SHARED_BYTES:
             whole = replace(whole, num_stages=whole.num_stages - 1)
         steps = -(-num_in // block_k)
+        # A ring longer than a program's way takes the place of another program.
+        whole = replace(whole, num_stages=max(2, min(whole.num_stages, steps + 1)))
         splits = [split for split in _SPLITS if split == 1 or split * 2 <= steps]
         found += [
             min(
@@ -377,7 +416,8 @@ def candidates(
                 key=lambda pair: pair[0],
             )
         ]
-    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))[:NUM_CANDIDATES]
+    ordered = dict.fromkeys(config for _, config in sorted(found, key=lambda pair: pair[0]))
+    return tuple(ordered)[:NUM_CANDIDATES]
 
 
 def estimate(config: Config, rows: int, num_out: int, num_in: int, num: int) -> float:
@@ -417,6 +457,7 @@ def choose(
     *,
     library: Callable[[torch.Tensor], torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
+    gated: bool = False,
     configs: Sequence[Config] | None = None,
     timer: Callable[[Sequence[Callable[[], Any]]], list[float]] | None = None,
 ) -> Choice:
@@ -430,14 +471,15 @@ def choose(
         weight: as for `skinny_linear`.
         rows: their bucket is timed.
         library: the product that would run otherwise, of x alone; by default
-            torch.nn.functional.linear.
+            torch.nn.functional.linear, and silu and product behind it if `gated`.
         configs: by default `candidates` for the weight's device.
         timer: gives microseconds for each of some calls; by default `time_cold`.
     """
     bucket = row_bucket(rows)
     if configs is None:
-        configs = device_candidates(weight, bucket)
-    library = library or (lambda x: F.linear(x, weight, bias))
+        configs = device_candidates(weight, bucket, gated)
+    if library is None:
+        library = functools.partial(reference, weight=weight, bias=bias, gated=gated)
     # Of its own, so that what is sampled later stays what it was.
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(bucket, weight.shape[1], device=weight.device, generator=generator)
@@ -447,7 +489,13 @@ def choose(
     failed = {}
     for config in configs:
         call = functools.partial(
-            skinny_linear, x, weight, bias, config=config, counters=make_counters(weight, config)
+            skinny_linear,
+            x,
+            weight,
+            bias,
+            config=config,
+            counters=make_counters(weight, config),
+            gated=gated,
         )
         try:
             error = float((call().float() - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -467,12 +515,24 @@ def choose(
     return Choice(None if best == LIBRARY else Config.parse(best), timed, failed)
 
 
-def device_candidates(weight: torch.Tensor, rows: int) -> tuple[Config, ...]:
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
+    """The same by PyTorch."""
+    y = F.linear(x, weight, bias)
+    if not gated:
+        return y
+    gate, up = y.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def device_candidates(weight: torch.Tensor, rows: int, gated: bool = False) -> tuple[Config, ...]:
     """`candidates` for the device on which a weight is."""
     if not weight.is_cuda:
         return candidates(rows, *weight.shape)
     found = torch.cuda.get_device_properties(weight.device)
-    return candidates(rows, *weight.shape, found.multi_processor_count, found.major >= 9)
+    tma = found.major >= 9 and not gated
+    return candidates(rows, *weight.shape, found.multi_processor_count, tma)
 
 
 def time_cold(calls: Sequence[Callable[[], Any]]) -> list[float]:

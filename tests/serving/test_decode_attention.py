@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_testing import CUDA, DEVICE, triton_module
+from triton_testing import CUDA, DEVICE, copy_module, triton_module
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 # The interpreter computes with numpy, which speaks up about the infinities of masked lanes.
@@ -205,12 +206,14 @@ def test_every_number_of_rows_has_a_tiling(attention: ModuleType) -> None:
 def test_refuses_what_it_does_not_serve(attention: ModuleType) -> None:
     problem = Problem.make([20], 2, 4)
     q, k, v = problem.q, problem.k, problem.v
+    wide = torch.nn.functional.pad(k, (0, 4))[..., :64]
     for why, arguments in {
         "head size 32": (q[..., :32], k[..., :32], v[..., :32]),
         "torch.float32": (q.float(), k.float(), v.float()),
         "float8": (q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)),
         "8 heads over 3": (q, k[:, :1].repeat(1, 3, 1), v[:, :1].repeat(1, 3, 1)),
         "query rows": (q.repeat(1, 17, 1), k, v),
+        "not aligned": (q, wide, wide),
         "not contiguous": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
     }.items():
         assert why in attention.refusal(*arguments, 1)
@@ -227,6 +230,63 @@ def test_scratch_is_not_made_while_a_graph_is_captured(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="outside of a CUDA graph"):
         attention.Scratch.of(torch.device("cuda"), 7, 7, 16, 64, torch.float32)
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="triton itself is made for the interpreter"
+)
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_it_compiles_for_hopper(rows: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device is asked for; what an instruction does is not seen, that it is there is."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module = copy_module("serving.kernels.decode_attention", monkeypatch)
+    tiling = module.pick_tiling(1, 8, rows, 132)
+    shape = {"Q_LEN": rows // 4, "GROUP": 4, "NUM_SPLITS": 16, "CHUNK": 16, "LEAST": 64}
+    shape |= {"BLOCK_M": rows, "HEAD_DIM": 128, "EARLY": True}
+    first = {"CAUSAL": True, "PAGE_SIZE": 1, "SAME_STRIDES": True, "AHEAD": 256}
+    first |= {"BLOCK_N": tiling.block_n}
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+
+    def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
+        names = list(kernel.arg_names)
+        source = ASTSource(
+            kernel,
+            {key: "constexpr" if key in constants else types.get(key, "i32") for key in names},
+            {(names.index(key),): value for key, value in constants.items()},
+            {
+                (place,): [["tt.divisibility", 16]]
+                for place, key in enumerate(names)
+                if key not in constants and not key.startswith(("num_", "scale"))
+            },
+        )
+        try:
+            return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        except (FileNotFoundError, RuntimeError) as error:
+            if "ptxas" in str(error) and "find" in str(error):
+                pytest.skip(str(error))
+            raise
+
+    stages = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    made = compiled(module.decode_attention_kernel, shape | first, **stages)
+    assert made.metadata.shared <= 227 * 1024
+    text = made.asm["ptx"]
+    # Both products take keys and values from shared memory as they came.
+    assert "wgmma.mma_async" in text and "mma.sync" not in text and "ldmatrix" not in text
+    wait = text.index("griddepcontrol.wait")
+    assert text.index("prefetch.global.L2") < wait < text.index("cp.async.cg.shared.global")
+    assert wait < text.index("griddepcontrol.launch_dependents")
+    merged = compiled(module.merge_attention_kernel, shape | {"PARTS": 16}, num_warps=1)
+    text = merged.asm["ptx"]
+    assert merged.metadata.shared == 0 and "bar.sync" not in text
+    assert text.index("griddepcontrol.launch_dependents") < text.index("griddepcontrol.wait")
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter runs one program after the other")

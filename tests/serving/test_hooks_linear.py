@@ -47,29 +47,42 @@ class Kernels:
         self.counters: list[Any] = []
         self.error: Exception | None = None
 
-    def choose(self, weight: Any, rows: int, *, library: Any, bias: Any) -> Any:
+    def choose(self, weight: Any, rows: int, *, library: Any, bias: Any, gated: bool) -> Any:
         self.chosen.append((tuple(weight.shape), rows))
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        assert torch.equal(library(x), F.linear(x, weight, bias))
+        assert torch.equal(library(x), plain(x, weight, bias, gated))
         return SimpleNamespace(
             name=self.choice,
             microseconds={"p3": 6.0, "p1": 7.0, self.choice: 4.0, "library": 5.0},
             failed={"p9": "out of resource"},
         )
 
-    def why_not(self, x: Any, weight: Any, bias: Any) -> str:
+    def why_not(self, x: Any, weight: Any, bias: Any, gated: bool) -> str:
         return "" if x.is_contiguous() else "rows with gaps"
 
     def make_counters(self, weight: Any, config: Config) -> torch.Tensor:
         return torch.zeros(1)
 
     def skinny_linear(
-        self, x: Any, weight: Any, bias: Any, *, config: Config, counters: Any
+        self, x: Any, weight: Any, bias: Any, *, config: Config, counters: Any, gated: bool
     ) -> torch.Tensor:
         self.counters.append(counters)
         if self.error:
             raise self.error
-        return F.linear(x, weight, bias) + 1
+        return plain(x, weight, bias, gated) + 1
+
+
+def plain(x: Any, weight: Any, bias: Any = None, gated: bool = False) -> torch.Tensor:
+    y = F.linear(x, weight, bias)
+    return SiluAndMul()(y) if gated else y
+
+
+class SiluAndMul:
+    """Named as SGLang's."""
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
 
 
 class Gpu:
@@ -345,7 +358,7 @@ def test_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hooked: list[tuple[str, str]] = []
     kind = SimpleNamespace(AROUND="around")
     monkeypatch.delenv(hooks_linear.CHOICES, raising=False)
-    hooks_linear.register(lambda target, hook, how: hooked.append((target, how)), kind)
+    hooks_linear.register(lambda target, hook, how: hooked.append((target, how)), kind, ["linear"])
     assert hooked == [
         (hooks_linear.APPLY, "around"),
         (hooks_linear.HEAD, "around"),
@@ -355,7 +368,106 @@ def test_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("no choices\n")
     monkeypatch.setenv(hooks_linear.CHOICES, str(path))
     with pytest.raises(ValueError, match=hooks_linear.CHOICES):
-        hooks_linear.register(print, kind)
+        hooks_linear.register(print, kind, ["markov"])
+
+
+class UnquantizedLinearMethod:
+    """Named as SGLang's."""
+
+
+class MergedColumnParallelLinear:
+    """Named as SGLang's."""
+
+    bias = None
+    gather_output = False
+    output_partition_sizes = (12, 12)
+
+    def __init__(self, **attributes: Any) -> None:
+        self.weight, self.quant_method = WEIGHT, UnquantizedLinearMethod()
+        self.__dict__.update(attributes)
+
+    def __call__(self, x: Any) -> tuple[Any, None]:
+        return F.linear(x, self.weight), None
+
+
+class WithLora(MergedColumnParallelLinear):
+    """Of another class."""
+
+
+class Mlp:
+    """As SGLang's: a product, an activation, a product, which here only notes its keywords."""
+
+    def __init__(self, first: Any, **attributes: Any) -> None:
+        self.gate_up_proj, self.act_fn = first, SiluAndMul()
+        self.keywords: list[dict[str, Any]] = []
+        self.__dict__.update(attributes)
+
+    def down_proj(self, x: Any, **keywords: Any) -> tuple[Any, None]:
+        self.keywords.append(keywords)
+        return x * 2, None
+
+    def run(self, products: Products, number: int, passed: tuple[str, ...], *given: Any) -> bool:
+        """Whether the first product was a kernel's."""
+
+        def original(module: Any, x: Any, *rest: Any) -> Any:
+            assert module is self and rest == given
+            return self.act_fn(self.gate_up_proj(x)[0]) * 2
+
+        x = rows(number)
+        y = products.mlp(passed, original, self, x, *given)
+        expected = plain(x, self.gate_up_proj.weight, gated=True)
+        if torch.equal(y, expected * 2):
+            return False
+        assert torch.equal(y, (expected + 1) * 2)
+        return True
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks_linear, "is_sequence_parallel", lambda: False)
+
+
+def test_an_mlp(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, kernels = make_products()
+    mlp, batch = Mlp(MergedColumnParallelLinear()), object()
+    assert mlp.run(products, 8, ("forward_batch",), batch) and mlp.run(products, 3, ())
+    assert mlp.keywords == [{"forward_batch": batch}, {}]
+    assert kernels.chosen == [((24, 16), 8)]
+    # The same weight without its gate is another shape.
+    assert apply(products, rows(8)) and len(kernels.chosen) == 2
+    assert not mlp.run(products, 17, (), batch)
+    pair = (rows(8), rows(8))
+    assert products.mlp((), lambda module, x, *_: x, mlp, pair) is pair
+    can_run = SimpleNamespace(can_run=lambda x, first: True)
+    for other in (
+        Mlp(WithLora()),
+        Mlp(MergedColumnParallelLinear(quant_method=Fp8LinearMethod())),
+        Mlp(MergedColumnParallelLinear(bias=torch.zeros(24))),
+        Mlp(MergedColumnParallelLinear(gather_output=True)),
+        Mlp(MergedColumnParallelLinear(output_partition_sizes=(8, 16))),
+        Mlp(MergedColumnParallelLinear(), act_fn=type("Other", (SiluAndMul,), {})()),
+        Mlp(MergedColumnParallelLinear(), dual_gemm=can_run),
+    ):
+        assert not other.run(products, 8, (), batch)
+    monkeypatch.setattr(hooks_linear, "is_sequence_parallel", lambda: True)
+    assert not mlp.run(products, 8, ())
+
+
+def test_a_markov_head() -> None:
+    products, _ = make_products()
+    head = SimpleNamespace(markov_w2=torch.nn.Linear(16, 24, bias=False, dtype=torch.bfloat16))
+    weight = head.markov_w2.weight
+
+    def is_ours(number: int) -> bool:
+        x = rows(number)
+        y = products.markov(lambda got, x: F.linear(x, weight), head, x)
+        return not torch.equal(y, F.linear(x, weight))
+
+    assert not is_ours(1)
+    with torch.no_grad():
+        assert is_ours(1) and is_ours(8) and not is_ours(17)
+        head.markov_w2 = lambda x: (F.linear(x, weight), None)
+        assert not is_ours(1)
 
 
 def test_sglang_has_what_is_hooked(caplog: pytest.LogCaptureFixture) -> None:
@@ -366,8 +478,17 @@ def test_sglang_has_what_is_hooked(caplog: pytest.LogCaptureFixture) -> None:
         (hooks_linear.APPLY, ["self", "layer", "x", "bias"]),
         (hooks_linear.HEAD, ["self", "hidden_states", "lm_head", "embedding_bias", "out"]),
         (hooks_linear.DRAFT_HEAD, ["hidden", "lm_head"]),
+        (hooks_linear.MARKOV, ["self", "latent_states"]),
     ):
         assert list(inspect.signature(pkgutil.resolve_name(target)).parameters) == names
+    for target, keywords in hooks_linear.MLPS.items():
+        resolved = pkgutil.resolve_name(target)
+        names = list(inspect.signature(resolved).parameters)
+        assert names in (["self", "x"], ["self", "x", "forward_batch"])
+        text = inspect.getsource(resolved)
+        assert ("down_proj(x, forward_batch=forward_batch)" in text) == bool(keywords)
+        assert "self.act_fn" in text and text.count("self.gate_up_proj") <= 3
+    assert not hooks_linear.is_sequence_parallel()
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
     from sglang.srt.layers.logits_processor import _UNQUANTIZED_LM_HEAD_METHODS, LogitsProcessor
 

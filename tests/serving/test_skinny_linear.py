@@ -103,6 +103,26 @@ def test_other_paddings(skinny: ModuleType, nan_memory: None, name: str) -> None
         assert_product(skinny.skinny_linear(x, weight, bias, config=config), x, weight, bias)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "name", ["m16n32k64s3w4p1", "m16n64k128s4w4p2", "m16n16k64s3w2p3", "m16n128k64s3w4p1"]
+)
+def test_a_gate_and_what_it_lets_through(
+    skinny: ModuleType, nan_memory: None, name: str, rows: int
+) -> None:
+    """50 pairs of rows fit no tile; both products are rounded before they are used."""
+    x, weight, bias = make(rows, 100, 264, torch.float16, seed=rows)
+    y = skinny.skinny_linear(x, weight, config=skinny.Config.parse(name), gated=True)
+    gate, up = (x.double() @ weight.double().T).half().double().chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert y.shape == (rows, 50)
+    # A unit in the last place of each of the three roundings.
+    torch.testing.assert_close(y.double(), expected, rtol=4e-3, atol=2e-4)
+    torch.testing.assert_close(skinny.reference(x, weight, gated=True), y, rtol=4e-3, atol=2e-4)
+    assert "odd" in skinny.why_not(x, weight, bias, True)
+    assert "odd" in skinny.why_not(x, weight[:99], None, True)
+
+
 def test_parts_without_columns_and_a_single_value(skinny: ModuleType, nan_memory: None) -> None:
     for num_in in (8, 40, 72):
         x, weight, bias = make(3, 1, num_in)
@@ -205,6 +225,12 @@ def test_candidates(skinny: ModuleType, shape: tuple[int, int], rows: int) -> No
             assert not config.pdl and (tma or not config.tma)
 
 
+def test_a_ring_is_no_longer_than_the_way(skinny: ModuleType) -> None:
+    """A Markov head's 256 columns are one step or two."""
+    for config in skinny.candidates(1, 151936, 256, 132, True):
+        assert config.num_stages <= 256 // config.block_k + 1
+
+
 def test_candidates_fill_the_device(skinny: ModuleType) -> None:
     """The first candidate of the large products leaves few multiprocessors idle."""
     for shape in ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (151936, 4096)):
@@ -290,7 +316,7 @@ def test_what_fails_or_differs_is_not_chosen(
 @pytest.mark.parametrize(
     "name",
     (
-        *("m8n64k128s5w4p1", "m16n64k128s3w4p4", "m8n32k256s5w4p2t"),
+        *("m8n64k128s5w4p1", "m16n64k128s3w4p4", "m8n32k256s5w4p2t", "m16n64k128s3w4p1 gated"),
         *("m8n64k128s5w4p4td", "m16n16k256s6w4p1d", "m8n32k32s3w4p2d"),
     ),
 )
@@ -303,6 +329,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     skinny_linear = copy_module("serving.kernels.skinny_linear", monkeypatch)
+    name, _, gated = name.partition(" ")
     config, kernel = skinny_linear.Config.parse(name), skinny_linear.skinny_linear_kernel
     constants = {
         "BLOCK_M": config.block_m,
@@ -313,6 +340,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
         "EVEN_K": True,
         "PDL_LINES": config.pdl_lines,
         "UPCAST": False,
+        "GATED": bool(gated),
         "bias_ptr": None,
     }
     types = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
