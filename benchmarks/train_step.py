@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 from benchmarks.record import write_record
-from dspark.attention import attend, block_mask
+from dspark.attention import ContextBounds, attend
 from dspark.batch import TrainingBatch, TrainingSample, batch_denominators, lay_out
 from dspark.config import DraftConfig
 from dspark.model import DSparkDraft
@@ -365,20 +364,17 @@ def part_times(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> 
         ),
         layers,
     )
-    queries = random(1, heads, rows, dim)
-    keys, values = (random(1, kv, shape.tokens + rows, dim) for _ in range(2))
-    compiled = torch.compile(attend, dynamic=False)
-    upstream = torch.randn_like(queries)
-
-    def new_mask(_: int) -> BlockMask:
-        return block_mask(batch.context_start_BA, batch.anchors_BA, shape.tokens, shape.block)
-
-    record("block_mask", new_mask)
-    mask = new_mask(0)
+    # As the model makes them: the heads of a position side by side.
+    lengths = (rows, heads), *((n, kv) for n in (shape.tokens, shape.tokens, rows, rows))
+    leaves = [random(1, length, num_heads, dim) for length, num_heads in lengths]
+    bounds = ContextBounds(batch.context_start_BA, batch.anchors_BA)
+    upstream = torch.randn_like(leaves[0]).transpose(1, 2)
 
     def attention(_: int) -> None:
-        compiled(queries, keys, values, mask).backward(upstream)
-        queries.grad = keys.grad = values.grad = None
+        queries, *keys_values = (leaf.transpose(1, 2) for leaf in leaves)
+        attend(queries, tuple(keys_values[:2]), tuple(keys_values[2:]), bounds).backward(upstream)
+        for leaf in leaves:
+            leaf.grad = None
 
     record("attention", attention, layers)
     lm_head = random(config.vocab_size, width, grad=False)

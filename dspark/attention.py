@@ -1,34 +1,45 @@
 """What block rows may look at: their anchor's context and their own block, and nothing else.
 
-Shapes: B sequence, S context slot, A anchor, G block position; keys are [context S | own rows A*G].
+Shapes: B sequence, S context slot, A anchor, G block position; T = A*G block rows; n query heads,
+n_kv heads of keys and values, d head size.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-TILE = 128
-"""Rows and keys of a tile of the sparse mask."""
 
-Visible: TypeAlias = torch.Tensor | BlockMask
-"""A bool tensor [B, A, S] of the context slots that an anchor's rows see, or `block_mask`."""
+class ContextBounds(NamedTuple):
+    """The context that an anchor's rows see, from a document's first slot up to the anchor."""
+
+    start_BA: torch.Tensor
+    """int64 slots."""
+    end_BA: torch.Tensor
+    """int64 slots; equal to the start for an anchor that sees no context."""
+
+
+Visible: TypeAlias = torch.Tensor | ContextBounds
+"""A bool tensor [B, A, S] of the context slots that an anchor's rows see, or their bounds."""
+KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Visible
+    queries: torch.Tensor, context: KeysValues, own: KeysValues, mask: Visible
 ) -> torch.Tensor:
-    """Grouped-query attention of [B, n, T, d] over [B, n_kv, S+T, d], masked, [B, n, T, d].
+    """Grouped-query attention of block rows [B, n, T, d] over the context and their own block.
 
     Args:
-        mask: from `attention_mask`, or a `BlockMask` inside a compiled function.
+        context: keys and values, each [B, n_kv, S, d].
+        own: those of the block rows themselves, each [B, n_kv, T, d].
+        mask: from `attention_mask`, or bounds, which only the Triton kernels take.
     """
-    if isinstance(mask, BlockMask):
-        return flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
+    if isinstance(mask, ContextBounds):
+        out, _ = block_attention(queries, *context, *own, *mask)
+        return out
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
     groups = queries.shape[1] // keys.shape[1]
     if groups > 1:
         keys = keys.repeat_interleave(groups, dim=1)
@@ -68,69 +79,88 @@ def attention_mask(context_mask_BAS: torch.Tensor, block_size: int) -> torch.Ten
     return torch.cat([context, own], dim=2).unsqueeze(1)
 
 
-def block_mask(
-    context_start_BA: torch.Tensor, anchors_BA: torch.Tensor, num_slots: int, block_size: int
-) -> BlockMask:
-    """The same mask, sparse: tiles that no row sees are not computed.
+# --- the kernels as operators, which torch.compile leaves whole -----------------------------------
 
-    Which tiles those are follows from the anchors by a few comparisons, without a dense mask and
-    without waiting for the device. The fewest tiles remain where anchors ascend along A.
 
-    Args:
-        context_start_BA, anchors_BA: int64, as for `context_mask`, on the device to compute on.
-    """
-    num_anchors = anchors_BA.shape[1]
-    rows = num_anchors * block_size
-    keys = num_slots + rows
-    of_tile, own_first, own_last, low, high = _tiles(
-        num_anchors, block_size, num_slots, anchors_BA.device
+@torch.library.custom_op("dspark::block_attention", mutates_args=())
+def block_attention(
+    queries: torch.Tensor,
+    context_keys: torch.Tensor,
+    context_values: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    context_start: torch.Tensor,
+    context_end: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` by Triton kernels, and each row's log-sum-exp, as `block_attention.forward`."""
+    from dspark.block_attention import forward
+
+    context, own = (context_keys, context_values), (own_keys, own_values)
+    return forward(queries, context, own, (context_start, context_end))
+
+
+@block_attention.register_fake
+def _(
+    queries: torch.Tensor,
+    context_keys: torch.Tensor,
+    context_values: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    context_start: torch.Tensor,
+    context_end: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, _ = queries.shape
+    kv_heads = context_keys.shape[1]
+    lse = queries.new_empty(batch, kv_heads, rows, heads // kv_heads, dtype=torch.float32)
+    return rows_side_by_side(queries), lse
+
+
+@torch.library.custom_op("dspark::block_attention_backward", mutates_args=())
+def _block_attention_backward(
+    grad_out: torch.Tensor,
+    queries: torch.Tensor,
+    context_keys: torch.Tensor,
+    context_values: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    context_start: torch.Tensor,
+    context_end: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dspark.block_attention import backward
+
+    context, own = (context_keys, context_values), (own_keys, own_values)
+    bounds = context_start, context_end
+    grads = backward(grad_out, queries, context, own, bounds, out, lse)
+    return grads[0], *grads[1], *grads[2]
+
+
+@_block_attention_backward.register_fake
+def _(
+    grad_out: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    queries, context_keys, context_values, own_keys, own_values = map(
+        rows_side_by_side, tensors[:5]
     )
-    # Extremes over the anchors of each tile of rows, [B, tiles of rows, 1].
-    starts, ends = context_start_BA[:, of_tile], anchors_BA[:, of_tile]
-    # Empty context has no first slot that could bound a tile from above.
-    first = torch.where(ends > starts, starts, num_slots).amin(2, keepdim=True)
-    seen = (low < ends.amax(2, keepdim=True)) & (high > first)
-    whole = (low >= starts.amax(2, keepdim=True)) & (high <= ends.amin(2, keepdim=True))
-    own = (low < own_last) & (high > own_first)
-    some = (seen & ~whole) | own
-    full = whole & ~own
-
-    def mask_mod(
-        batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
-        block = row // block_size
-        context = (key >= context_start_BA[batch, block]) & (key < anchors_BA[batch, block])
-        return context | ((key >= num_slots) & ((key - num_slots) // block_size == block))
-
-    return BlockMask.from_kv_blocks(
-        *_ordered(some), *_ordered(full), TILE, mask_mod, seq_lengths=(rows, keys)
-    )
+    return queries, context_keys, context_values, own_keys, own_values
 
 
-@cache
-def _tiles(
-    num_anchors: int, block_size: int, num_slots: int, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """What does not depend on the anchors' places.
-
-    Returns:
-        the anchors of each tile of rows [tiles, n], the last repeated; bounds of the own keys that
-        its rows see, each [tiles, 1]; bounds of every tile of keys, each [1, tiles].
-    """
-    rows = num_anchors * block_size
-    first_row = torch.arange(0, rows, TILE, device=device).unsqueeze(1)
-    first = first_row // block_size
-    last = (first_row + TILE - 1).clamp(max=rows - 1) // block_size
-    width = (TILE - 1) // block_size + 2
-    of_tile = torch.minimum(first + torch.arange(width, device=device), last)
-    low = torch.arange(0, num_slots + rows, TILE, device=device).unsqueeze(0)
-    own_first = num_slots + first * block_size
-    own_last = num_slots + (last + 1) * block_size
-    return of_tile, own_first, own_last, low, low + TILE
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _ordered(tiles_BQK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of tiles of keys per tile of rows, and their indices, those that count first."""
-    count = tiles_BQK.sum(2, dtype=torch.int32).unsqueeze(1)
-    order = tiles_BQK.to(torch.int8).argsort(dim=2, descending=True, stable=True)
-    return count, order.to(torch.int32).unsqueeze(1).contiguous()
+def _gradients(
+    ctx: Any, grad_out: torch.Tensor, _: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    return *_block_attention_backward(grad_out, *ctx.saved_tensors), None, None
+
+
+block_attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def rows_side_by_side(like: torch.Tensor) -> torch.Tensor:
+    """Memory for [B, n, T, d] in which the heads of a position lie side by side."""
+    batch, heads, rows, width = like.shape
+    return like.new_empty(batch, rows, heads, width).transpose(1, 2)

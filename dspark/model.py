@@ -74,10 +74,7 @@ class DraftAttention(nn.Module):
         batch, length, _ = x_BTD.shape
         queries = self.q_norm(self.q_proj(x_BTD).view(batch, length, self.heads, self.head_dim))
         queries = apply_rotary(queries.transpose(1, 2), cos, sin)
-        own_keys, own_values = self.keys_values(x_BTD, cos, sin)
-        keys = torch.cat([context[0], own_keys], dim=2)
-        values = torch.cat([context[1], own_values], dim=2)
-        out = attend(queries, keys, values, mask)
+        out = attend(queries, context, self.keys_values(x_BTD, cos, sin), mask)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -182,8 +179,8 @@ class DSparkDraft(nn.Module):
             block_embeds_BAGD: target embeddings of [anchor, MASK, ..., MASK].
             anchor_positions_BA: int64, absolute positions of the anchors.
             context: from `context_kv`.
-            visible: bool [B, A, S], which context slots an anchor's rows may look at; inside a
-                compiled function a `block_mask` instead.
+            visible: bool [B, A, S], which context slots an anchor's rows may look at; or their
+                bounds, for the Triton kernels.
         """
         batch, anchors, block, width = block_embeds_BAGD.shape
         mask = attention_mask(visible, block) if isinstance(visible, torch.Tensor) else visible

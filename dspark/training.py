@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dspark.attention import Visible, block_mask, context_mask
+from dspark.attention import ContextBounds, Visible, context_mask
 from dspark.batch import TrainingBatch, previous_tokens
 from dspark.fused import Float8Weight
 from dspark.model import DSparkDraft
@@ -75,11 +75,8 @@ class DraftWithLoss(nn.Module):
         prev_BAG = previous_tokens(batch)
         on_gpu = batch.features_BSF.is_cuda
         num_slots = batch.token_ids_BS.shape[1]
-        visible: Visible
-        if on_gpu:
-            visible = block_mask(batch.context_start_BA, batch.anchors_BA, num_slots, block)
-        else:
-            visible = context_mask(batch.context_start_BA, batch.anchors_BA, num_slots)
+        bounds = ContextBounds(batch.context_start_BA, batch.anchors_BA)
+        visible = bounds if on_gpu else context_mask(*bounds, num_slots)
         run = _compiled_rows() if on_gpu else _draft_rows
         hidden_BAGD, features, confidence = run(
             draft,
