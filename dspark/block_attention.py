@@ -75,8 +75,8 @@ TILINGS = {
     ),
     128: Tilings(
         Tiling(128, 64, 32, 4, 2),
-        Tiling(128, 64, 64, 8, 3),
-        Tiling(64, 128, 0, 8, 3),
+        Tiling(64, 64, 32, 4, 2),
+        Tiling(64, 64, 0, 4, 2),
         Tiling(32, 64, 0, 4, 3),
     ),
     256: Tilings(
