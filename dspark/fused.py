@@ -38,7 +38,7 @@ MIN_ALPHA = 1e-36
 """Keeps 1/α finite in float32."""
 CPU_CHUNK_ROWS = 256
 """Rows of a chunk on the CPU where `chunk_rows` is left open."""
-GPU_CHUNK_BYTES = 320 << 20
+GPU_CHUNK_BYTES = 576 * 1024 * 1024
 """Size of a chunk's draft logits on a GPU where `chunk_rows` is left open."""
 
 Rows: TypeAlias = torch.Tensor | slice
