@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from splitserve.settings import TrainSettings
 from splitserve.train.optimizer import init_process_group, initialise_engine
 
 MATMUL_SIDE = 8192
+OPTIMIZER_ROUNDS = 8
+"""Windows of passes alone, and as many whole steps."""
 LONG_SHAPES = ((32_768, 512), (131_072, 512), (131_072, 2048), (32_768, 2048))
 
 
@@ -172,16 +174,29 @@ def time_ms(step: Callable[[int], None], steps: int, warmup: int = 3) -> tuple[f
     """Median milliseconds of a step and the spread between its 10th and 90th percentile."""
     for index in range(warmup):
         step(index)
-    times = []
-    for index in range(steps):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step(index)
-        end.record()
-        times.append((start, end))
+    return in_turn((step,), steps, warmup=0)[0]
+
+
+def in_turn(
+    steps: Sequence[Callable[[int], None]], rounds: int, warmup: int = 1
+) -> list[tuple[float, float]]:
+    """`time_ms` of several that take turns."""
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in steps]
+    for index in range(-warmup, rounds):
+        for step, own in zip(steps, marks, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step(index + warmup)
+            end.record()
+            if index >= 0:
+                own.append((start, end))
     torch.cuda.synchronize()
-    elapsed = sorted(start.elapsed_time(end) for start, end in times)
-    return statistics.median(elapsed), elapsed[int(0.9 * steps)] - elapsed[int(0.1 * steps)]
+    found = []
+    for own in marks:
+        elapsed = sorted(start.elapsed_time(end) for start, end in own)
+        spread = elapsed[int(0.9 * rounds)] - elapsed[int(0.1 * rounds)]
+        found.append((statistics.median(elapsed), spread))
+    return found
 
 
 def matmul_tflops() -> float:
@@ -428,10 +443,8 @@ def optimizer_overhead(
     """A whole optimizer step through DeepSpeed against its forward and backward passes alone."""
     if not torch.distributed.is_initialized():
         init_process_group("cuda:0", rank=0, world_size=1, master_port=29534, timeout_seconds=60.0)
-    model = build(geometry, shape, objective)
     batches = [random_batch(geometry, shape, seed) for seed in range(3)]
-    passes = step_of(model, batches)
-    alone = accumulation * time_ms(passes, 10)[0]
+    model = build(geometry, shape, objective)
     scales = [[1.0 / float(d) for d in batch_denominators(b, objective)] for b in batches]
     train = TrainSettings(
         learning_rate=1e-4, global_batch_size=accumulation, micro_batch_size=1, zero_stage=1
@@ -446,7 +459,15 @@ def optimizer_overhead(
             engine.backward(result.loss, scale_wrt_gas=False)
             engine.step()
 
-    ms, spread, peak = measured(step, 5)
+    _, _, peak = measured(step, 1)
+    one_pass = step_of(build(geometry, shape, objective), batches)
+
+    def passes(index: int) -> None:
+        for micro in range(accumulation):
+            one_pass(index * accumulation + micro)
+
+    # In turn: a GPU that has worked for a while is slower than one that has not.
+    (alone, _), (ms, spread) = in_turn((passes, step), OPTIMIZER_ROUNDS)
     if with_kernels:
         print_kernels(step)
     return {
@@ -459,17 +480,18 @@ def optimizer_overhead(
     }
 
 
-def long_context(geometry: Geometry, objective: ObjectiveConfig, steps: int) -> dict[str, float]:
-    """Time and memory over tokens and anchors."""
-    found = {}
+def long_context(
+    geometry: Geometry, objective: ObjectiveConfig, steps: int
+) -> Iterator[dict[str, float]]:
+    """Time and memory over tokens and anchors, one shape after another."""
     for tokens, anchors in LONG_SHAPES:
         torch._dynamo.reset()
         free()
         result = ours(geometry, Shape(tokens, anchors, 7), objective, steps)
-        for name in ("step_ms", "peak_memory_gb", "necessary_tflop"):
-            found[f"tokens_{tokens}_anchors_{anchors}_{name}"] = result[name]
-        print(found, flush=True)
-    return found
+        yield {
+            f"tokens_{tokens}_anchors_{anchors}_{name}": result[name]
+            for name in ("step_ms", "peak_memory_gb", "necessary_tflop")
+        }
 
 
 def main() -> None:
@@ -498,8 +520,9 @@ def main() -> None:
     rate = matmul_tflops()
     figures: dict[str, Any] = {"matmul_tflops": rate}
     if args.long:
-        figures |= long_context(geometry, objective, args.steps)
-        write_record(args.name or "train_step_long", figures, folder=args.out)
+        for found in long_context(geometry, objective, args.steps):
+            figures |= found
+            write_record(args.name or "train_step_long", figures, folder=args.out)
         return
     figures |= ours(geometry, shape, objective, args.steps)
     figures["mfu"] = figures["necessary_tflop"] / figures["step_ms"] * 1e3 / rate
@@ -525,9 +548,6 @@ def main() -> None:
     if args.parts:
         figures |= part_times(geometry, shape, objective)
         print(figures, flush=True)
-    if args.optimizer:
-        figures |= optimizer_overhead(geometry, shape, objective, args.optimizer, args.profile)
-        free()
     if args.deepspec:
         torch._dynamo.reset()
         figures |= deepspec(args.deepspec, geometry, shape, args.steps)
@@ -535,6 +555,12 @@ def main() -> None:
             if name in figures:
                 key = "speedup_vs_deepspec" if name == "step_ms" else "float8_speedup_vs_deepspec"
                 figures[key] = figures["deepspec_step_ms"] / figures[name]
+        print(figures, flush=True)
+        free()
+    if args.optimizer:
+        # Last: what DeepSpeed holds is not given back.
+        torch._dynamo.reset()
+        figures |= optimizer_overhead(geometry, shape, objective, args.optimizer, args.profile)
     write_record(args.name or f"train_step_{args.geometry}", figures, folder=args.out)
 
 
