@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.demo_cpu import run_figures
 from benchmarks.record import write_record
 from splitserve.compose import compose_resumed
@@ -93,8 +91,7 @@ def embedded(run: Path) -> dict[str, Any]:
 
     _, _, spec = load(run)
     export = str(RunFolder(run).export.resolve())
-    spec = replace(spec, device="cuda" if torch.cuda.is_available() else "cpu", num_threads=8)
-    return evaluate_draft(spec, export, full=False)["reports"][0]
+    return evaluate_draft(replace(spec, num_threads=8), export, full=False)["reports"][0]
 
 
 def loop_figures(run: Path) -> dict[str, float]:

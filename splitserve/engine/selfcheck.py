@@ -14,7 +14,7 @@ import torch
 
 from splitserve.engine.base import EngineError, EngineSpec
 from splitserve.messages import SlotRef
-from splitserve.target.info import TargetInfo
+from splitserve.target.info import TargetInfo, context_window
 from splitserve.transport.ring import RingOwner, RingReader
 
 NUM_LOGPROBS = 48
@@ -46,7 +46,7 @@ def check_capture(
     the observed difference. Raises EngineError with what is wrong.
     """
     spec = engine.spec
-    token_ids = _probe_tokens(spec, engine.target.vocab_size)
+    token_ids = _probe_tokens(spec, engine.target)
     num_logprobs = min(NUM_LOGPROBS, len(token_ids) - 1)
     slot, reason, rows, reported = engine.probe(token_ids, num_logprobs)
     reader = RingReader.attach(engine.probe_ring.address)
@@ -73,10 +73,12 @@ def check_capture(
         engine.probe_ring.free(slot)
 
 
-def _probe_tokens(spec: EngineSpec, vocab_size: int) -> tuple[int, ...]:
+def _probe_tokens(spec: EngineSpec, target: TargetInfo) -> tuple[int, ...]:
     """A fixed sequence over the whole vocabulary, longer than a chunk where the context allows."""
     length = min(spec.context_length - 1, spec.chunked_prefill_size + NUM_LOGPROBS + 3)
-    return tuple((i * _LARGE_PRIME + 11) % vocab_size for i in range(max(length, 2)))
+    # Beyond its positions a target reads what is not there.
+    length = min(length, context_window(target.config) or length)
+    return tuple((i * _LARGE_PRIME + 11) % target.vocab_size for i in range(max(length, 2)))
 
 
 def _check_rows(reason: str | None, rows: int, num_tokens: int) -> None:

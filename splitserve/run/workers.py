@@ -20,6 +20,7 @@ from splitserve.run.memory import memory_fraction
 from splitserve.run.plan import Plan, evaluator_spec, longest_request
 from splitserve.run.process import ChildProcess
 from splitserve.settings import RunSettings
+from splitserve.target.info import context_window
 from splitserve.train.checkpoint import read_meta
 from splitserve.train.spec import TrainerSpec
 from splitserve.transport.layout import RingAddress
@@ -27,6 +28,8 @@ from splitserve.transport.weights import ExchangeAddress, TensorEntry
 
 FIRST_DRAFT = "first_draft"
 """In the run folder: the draft that an engine starts with, before it is given newer weights."""
+SPARE_TOKENS = 64
+"""Of an engine's context beyond the longest request: SGLang keeps some back."""
 
 
 def exchange_tensors(config: DraftConfig) -> list[TensorEntry]:
@@ -85,9 +88,9 @@ class Workers:
             dtype=settings.target.dtype,
             device=settings.layout.device,
             eos_token_ids=plan.target.eos_token_ids,
-            # Longer than a chunk, so that the self-check covers a prefill in two of them.
-            context_length=max(longest, engine.chunked_prefill_size) + 64,
-            kv_cache_tokens=engine.kv_cache_tokens or engine.max_running_requests * (longest + 64),
+            context_length=self._context_length(longest),
+            kv_cache_tokens=engine.kv_cache_tokens
+            or engine.max_running_requests * (longest + SPARE_TOKENS),
             chunked_prefill_size=engine.chunked_prefill_size,
             max_running_requests=engine.max_running_requests,
             prefill_together=engine.prefill_together,
@@ -114,6 +117,13 @@ class Workers:
             engine.num_threads,
             plan.placement.engine_environment(number),
         )
+
+    def _context_length(self, longest: int) -> int:
+        """Longer than a chunk, so that the self-check covers a prefill in two of them, but no
+        longer than requests need where the target has no positions for it."""
+        window = context_window(self._plan.target.config)
+        wanted = max(longest, self._settings.engine.chunked_prefill_size) + SPARE_TOKENS
+        return wanted if window is None else max(longest + SPARE_TOKENS, min(wanted, window))
 
     def _first_draft(self) -> str:
         """Folder of the draft that an engine starts with: the checkpoint's, or a new one."""

@@ -100,6 +100,21 @@ def test_states_are_those_of_transformers(tiny_target: str, ring: RingOwner, ref
     ring.free(slot)
 
 
+def test_the_self_check_stays_within_the_targets_positions(
+    tiny_target: str, ring: RingOwner, reference
+) -> None:
+    spec = make_spec(
+        tiny_target, ring, kind="transformers", context_length=700, chunked_prefill_size=400
+    )
+    results: queue.Queue[object] = queue.Queue()
+    engine = TransformersEngine(spec, results.put)
+    try:
+        found = check_capture(engine, reference.lm_head.weight.detach())
+    finally:
+        engine.close()
+    assert found["selfcheck_tokens"] == reference.config.max_position_embeddings
+
+
 def test_the_last_layer_is_refused(tiny_target: str, ring: RingOwner) -> None:
     spec = make_spec(tiny_target, ring, kind="transformers", layer_ids=(0, 1, 3))
     with pytest.raises(ValueError, match="allowed: 0 to 2"):

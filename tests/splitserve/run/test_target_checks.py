@@ -15,8 +15,10 @@ from splitserve import cli
 from splitserve.compose import compose
 from splitserve.errors import UserError
 from splitserve.run.commands import EvalOptions, _eval_spec
+from splitserve.run.folder import RunFolder
 from splitserve.run.gpus import Gpu, Placement
 from splitserve.run.plan import check_split, make_plan
+from splitserve.run.workers import Workers
 from splitserve.settings import DataSettings, LayoutSettings, RunSettings, TargetSettings
 
 WINDOW = 128
@@ -48,6 +50,17 @@ def test_a_stretched_target_takes_longer_samples(tiny_recipe: Path, own_target: 
     make_plan(compose([*given, "data.max_tokens=256"]))
     with pytest.raises(UserError, match=r"data\.max_tokens=257.*256 positions"):
         make_plan(compose([*given, "data.max_tokens=257"]))
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(32, 114), (100, WINDOW), (2048, WINDOW)])
+def test_an_engine_has_no_more_places_than_its_target(
+    tiny_recipe: Path, tmp_path: Path, chunk: int, expected: int
+) -> None:
+    settings = compose([f"recipe={tiny_recipe}", f"engine.chunked_prefill_size={chunk}"])
+    workers = Workers(settings, RunFolder(tmp_path), make_plan(settings), (), None, "")
+    assert workers._context_length(50) == expected
+    # Requests come first.
+    assert workers._context_length(WINDOW) == WINDOW + 64
 
 
 def test_measured_answers_longer_than_the_target_are_refused(tiny_recipe: Path) -> None:
