@@ -36,52 +36,66 @@ TOLERANCE = 1e-2
 """Of an error, as a part of what it is an error of, both as root mean squares."""
 RUNS = 20
 CHECKED_ROWS = 512
-PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "fused": 5, "own": 0}
-"""Of each kernel, over the context that is seen. `fused` is `keys` where it gives the queries'
-gradient, too."""
-
+PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "own": 0}
+"""Of each kernel, over the context that is seen."""
+SHIPPED = kernels.TILINGS
 TILINGS = {
-    "forward": [
-        Tiling(128, 64, 32, 4, 2),
-        Tiling(128, 128, 64, 8, 3),
-        Tiling(128, 64, 64, 8, 3),
-        Tiling(64, 64, 64, 4, 2),
-        Tiling(128, 32, 32, 4, 3),
-        Tiling(128, 128, 64, 8, 2),
-        Tiling(128, 64, 16, 4, 2),
-        Tiling(128, 64, 64, 8, 4),
-    ],
-    "queries": [
-        Tiling(128, 64, 64, 8, 3),
-        Tiling(64, 64, 32, 4, 2),
-        Tiling(128, 32, 16, 4, 2),
-        Tiling(128, 128, 64, 8, 2),
-        Tiling(128, 64, 64, 8, 2),
-        Tiling(64, 32, 32, 4, 3),
-        Tiling(128, 64, 32, 8, 4),
-    ],
-    "keys": [
-        Tiling(64, 128, 0, 8, 3),
-        Tiling(64, 128, 0, 8, 2),
-        Tiling(64, 64, 0, 4, 2),
-        Tiling(32, 128, 0, 8, 3),
-        Tiling(64, 128, 0, 8, 4),
-        Tiling(32, 64, 0, 4, 3),
-    ],
-    "fused": [
-        Tiling(64, 128, 0, 8, 2),
-        Tiling(32, 128, 0, 8, 3),
-        Tiling(64, 128, 0, 8, 3),
-        Tiling(64, 64, 0, 4, 2),
-        Tiling(32, 128, 0, 8, 2),
-    ],
-    "own": [
-        Tiling(32, 64, 0, 4, 3),
-        Tiling(64, 64, 0, 8, 2),
-        Tiling(32, 64, 0, 4, 2),
-    ],
+    64: {
+        "forward": [
+            Tiling(128, 64, 32, 4, 3),
+            Tiling(128, 128, 64, 8, 3),
+            Tiling(64, 128, 32, 4, 2),
+            Tiling(128, 64, 32, 4, 2),
+            Tiling(64, 64, 32, 4, 3),
+            Tiling(128, 128, 32, 8, 2),
+        ],
+        "queries": [
+            Tiling(64, 64, 32, 4, 3),
+            Tiling(128, 64, 32, 4, 2),
+            Tiling(128, 64, 64, 8, 3),
+            Tiling(64, 128, 32, 4, 2),
+            Tiling(64, 64, 32, 4, 2),
+            Tiling(128, 64, 32, 4, 3),
+        ],
+        "keys": [
+            Tiling(64, 64, 0, 4, 3),
+            Tiling(64, 128, 0, 8, 3),
+            Tiling(64, 64, 0, 4, 2),
+            Tiling(64, 128, 0, 8, 2),
+            Tiling(32, 128, 0, 4, 3),
+        ],
+        "own": [
+            Tiling(32, 64, 0, 4, 3),
+            Tiling(32, 64, 0, 4, 2),
+            Tiling(16, 64, 0, 4, 3),
+        ],
+    },
+    128: {
+        "forward": [
+            Tiling(128, 64, 32, 4, 2),
+            Tiling(128, 128, 64, 8, 3),
+            Tiling(128, 64, 16, 4, 2),
+            Tiling(128, 64, 64, 8, 3),
+        ],
+        "queries": [
+            Tiling(64, 64, 32, 4, 2),
+            Tiling(128, 64, 32, 8, 4),
+            Tiling(128, 64, 64, 8, 3),
+            Tiling(64, 32, 32, 4, 3),
+        ],
+        "keys": [
+            Tiling(64, 64, 0, 4, 2),
+            Tiling(64, 128, 0, 8, 3),
+            Tiling(64, 128, 0, 8, 4),
+            Tiling(32, 64, 0, 4, 3),
+        ],
+        "own": [
+            Tiling(32, 64, 0, 4, 3),
+            Tiling(32, 64, 0, 4, 2),
+        ],
+    },
 }
-"""What is tried, the most promising first."""
+"""What is tried by head size, rounded up, the most promising first."""
 SHAPES = {
     # context tokens, anchors, block size, heads, heads of keys, head size
     "8b": (4096, 512, 7, 32, 8, 128),
@@ -199,12 +213,11 @@ def measure(run: Callable[[], object], device: str) -> tuple[float, float, float
     return middle, low, high
 
 
-def use(part: str, tiling: Tiling, width: int) -> None:
-    """Have a kernel cut this way for heads of this size."""
-    field = "keys" if part == "fused" else part
-    change = {field: tiling, "fused": part == "fused"}
-    used = kernels.pick_tilings(width, torch.bfloat16)._replace(**change)
-    kernels.TILINGS = {**kernels.TILINGS, max(16, 1 << (width - 1).bit_length()): used}
+def use(tilings: dict[str, Tiling], width: int) -> None:
+    """Have these kernels cut this way for heads of this size, the others as shipped."""
+    kernels.TILINGS = SHIPPED
+    used = kernels.pick_tilings(width, torch.bfloat16)._replace(**tilings)
+    kernels.TILINGS = {**SHIPPED, max(16, 1 << (width - 1).bit_length()): used}
 
 
 class Parts:
@@ -228,24 +241,20 @@ class Parts:
             return partial(kernels.forward, *self.arguments)
         of_queries, *of_keys_values = self.expected[1:]
         checked, timed = self.backward(case.masked_upstream()), self.backward(case.upstream)
-        delta, sums = checked.deltas()
-        timed_delta, timed_sums = timed.deltas()
+        found, delta = checked.of_queries()
         if part == "queries":
-            found = checked.of_queries(checked.of_rows(), None)
             check(found, of_queries, "the queries' gradient")
-            return partial(timed.of_queries, timed_delta, None)
+            return timed.of_queries
+        _, timed_delta = timed.of_queries()
         if part == "own":
             keys_values = checked.of_own(delta)
             check(keys_values[0], of_keys_values[2], "the gradient of the own keys")
             check(keys_values[1], of_keys_values[3], "the gradient of the own values")
             return partial(timed.of_own, timed_delta)
-        fused = part == "fused"
-        keys_values = checked.of_context(delta, sums if fused else None)
+        keys_values = checked.of_context(delta)
         check(keys_values[0], of_keys_values[0], "the gradient of the context's keys")
         check(keys_values[1], of_keys_values[1], "the gradient of the context's values")
-        if fused:
-            check(checked.of_queries(delta, sums), of_queries, "the queries' gradient")
-        return partial(timed.of_context, timed_delta, timed_sums if fused else None)
+        return partial(timed.of_context, timed_delta)
 
 
 def passes(case: Case, attention: Callable[..., torch.Tensor]) -> Callable[[], object]:
@@ -263,35 +272,35 @@ def ours(case: Case) -> Callable[..., torch.Tensor]:
     return lambda *inputs: block_attention(*inputs, *case.bounds)[0]
 
 
+class JoinedCase(Case):
+    """Keys and values of context and block in one tensor each, for FlexAttention."""
+
+    @classmethod
+    def of(cls, case: Case) -> JoinedCase:
+        keys, values = (torch.cat(pair, 2) for pair in zip(case.context, case.own, strict=True))
+        return cls(case.queries, (keys, values), case.own, case.bounds, case.upstream, case.block)
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.queries, *self.context
+
+
 def flex(case: Case) -> Callable[..., torch.Tensor]:
-    """FlexAttention, compiled; keys and values are put together outside of what is timed."""
+    """FlexAttention of a joined case, compiled; on the CPU it has no backward pass."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     (start_BA, end_BA), block = case.bounds, case.block
-    slots, rows = case.context[0].shape[2], case.queries.shape[2]
+    rows, keys = case.queries.shape[2], case.context[0].shape[2]
+    slots = keys - rows
 
     def visible(b: Any, h: Any, row: Any, key: Any) -> Any:
         anchor = row // block
         context = (key >= start_BA[b, anchor]) & (key < end_BA[b, anchor])
         return context | ((key >= slots) & ((key - slots) // block == anchor))
 
-    mask = create_block_mask(visible, 1, None, rows, slots + rows, device=case.queries.device)
+    mask = create_block_mask(visible, 1, None, rows, keys, device=case.queries.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)
-
-
-def joined(case: Case) -> Case:
-    """The same with keys and values of context and block in one tensor each, for FlexAttention."""
-    keys, values = (torch.cat(pair, 2) for pair in zip(case.context, case.own, strict=True))
-    return JoinedCase(
-        case.queries, (keys, values), case.own, case.bounds, case.upstream, case.block
-    )
-
-
-class JoinedCase(Case):
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.queries, *self.context
 
 
 class Table:
@@ -352,9 +361,15 @@ def one_shape(shape: str, device: str, until: float, table: Table) -> None:
     product = case.product_flops
     parts = Parts(case)
     # Turn and turn about, so that little time still gives a figure of each.
-    tried = TILINGS if device == "cuda" else {part: TILINGS[part][:1] for part in TILINGS}
+    tried = next(TILINGS[size] for size in sorted(TILINGS) if size >= width)
+    if device == "cpu":
+        tried = {part: tilings[:1] for part, tilings in tried.items()}
     best = {part: (float("inf"), tilings[0]) for part, tilings in tried.items()}
     left = 0
+
+    def one_kernel(part: str) -> tuple[float, ...]:
+        return measure(parts.runner(part), device)
+
     for turn in range(max(map(len, tried.values()))):
         for part, tilings in tried.items():
             if turn >= len(tilings):
@@ -362,12 +377,11 @@ def one_shape(shape: str, device: str, until: float, table: Table) -> None:
             if turn and time.monotonic() > until:
                 left += 1
                 continue
-            if device == "cuda":
-                use(part, tilings[turn], width)
+            use({part: tilings[turn]}, width)
             found = table.add(
                 shape,
                 name_of(part, tilings[turn]),
-                lambda part=part: measure(parts.runner(part), device),
+                partial(one_kernel, part),
                 PRODUCTS[part] * product,
             )
             best[part] = min(best[part], (found, tilings[turn]))
@@ -389,25 +403,10 @@ def one_shape(shape: str, device: str, until: float, table: Table) -> None:
             shape, f"{name}_passes", lambda: measure(passes(case, make(case)), device), 7 * product
         )
 
-    for last in ("fused", "keys"):
-        if device == "cuda":
-            for part in ("forward", "queries", "own", last):
-                use(part, best[part][1], width)
-        both("ours_fused" if last == "fused" else "ours", case, ours)
-    if device == "cuda":
-        time_deltas(shape, parts, table)
-        both("flex", joined(case), flex)
+    use({part: tiling for part, (_, tiling) in best.items()}, width)
+    both("ours", case, ours)
+    both("flex", JoinedCase.of(case), flex)
     table.figures[f"{shape}_necessary_tflop"] = round(7 * product / 1e12, 4)
-
-
-def time_deltas(shape: str, parts: Parts, table: Table) -> None:
-    """What the fused kernel needs besides: zeros and sums before, a last pass over the rows."""
-    backward = parts.backward(parts.case.upstream)
-    delta, sums = backward.deltas()
-    table.add(shape, "fused_before", lambda: measure(backward.deltas, "cuda"), 0.0)
-    table.add(
-        shape, "fused_after", lambda: measure(lambda: backward.of_queries(delta, sums), "cuda"), 0.0
-    )
 
 
 def parse_options() -> argparse.Namespace:

@@ -12,8 +12,8 @@ A tile is swept in two loops: where every row sees every key nothing is masked.
 Backward, one kernel takes a tile of rows (gradient of queries, and on the way the sums of gradient
 times output), another a tile of context slots with all rows that see it (gradients of their keys
 and values), a small one a tile of own keys. Each gradient is written by one program, so that
-results are the same every time, unless `Tilings.fused` has the queries' added up. The programs that
-have most to do start first: in one document those of late rows, and those of early slots.
+results are the same every time. The programs that have most to do start first: in one document
+those of late rows, and those of early slots.
 
 Import this module only where it is used: triton is absent on some platforms.
 
@@ -31,13 +31,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dspark.attention import KeysValues, rows_side_by_side
-from dspark.block_kernels import (
-    delta_kernel,
-    forward_kernel,
-    keys_kernel,
-    own_kernel,
-    queries_kernel,
-)
+from dspark.block_kernels import forward_kernel, keys_kernel, own_kernel, queries_kernel
 
 _LOG2E = math.log2(math.e)
 
@@ -61,16 +55,13 @@ class Tilings(NamedTuple):
     queries: Tiling
     keys: Tiling
     own: Tiling
-    fused: bool = False
-    """Whether the kernel of the context's keys adds up the gradient of the queries, too, in float32
-    and in whatever order its programs come: less work, but not the same to the last bit."""
 
 
 TILINGS = {
     64: Tilings(
-        Tiling(128, 128, 64, 8, 3),
-        Tiling(128, 64, 64, 8, 3),
-        Tiling(64, 128, 0, 8, 3),
+        Tiling(128, 64, 32, 4, 3),
+        Tiling(64, 64, 32, 4, 3),
+        Tiling(64, 64, 0, 4, 3),
         Tiling(32, 64, 0, 4, 3),
     ),
     128: Tilings(
@@ -86,11 +77,10 @@ TILINGS = {
         Tiling(32, 64, 0, 8, 2),
     ),
 }
-"""By head size, rounded up, of 16-bit types. Source: `benchmarks/block_attention.py` on an H200."""
+"""By head size, rounded up, of 16-bit types. Source: for 128 `benchmarks/block_attention.py` on an
+H200; for 64 and 256 what the compiler reports for sm_90 (registers, spills, programs that fit)."""
 SMALL_TILINGS = Tilings(*(Tiling(32, 32, 32, 4, 1),) * 4)
 """Of float32."""
-_DELTA_ROWS = 64
-"""Of a tile of the kernel that goes before the fused one."""
 
 _Bounds: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -130,8 +120,7 @@ class ForwardPass:
             "num_batch": self.batch,
         }
         padded = max(16, triton.next_power_of_2(width))
-        self.widths = {"R": self.group, "WIDTH": width, "D": padded}
-        self.settings = {"G": block_size, **self.widths}
+        self.settings = {"G": block_size, "R": self.group, "WIDTH": width, "D": padded}
 
     def copied_context(self, tiling: Tiling) -> dict[str, Any]:
         """What a kernel is told that sweeps the context."""
@@ -150,9 +139,9 @@ class ForwardPass:
         """A grid with a program for each tile of keys."""
         return self.kv_heads, triton.cdiv(num_keys, tiling.keys) * self.batch
 
-    def of_rows(self, *width: int) -> torch.Tensor:
-        """float32 memory [B, k, T, R, ...]."""
-        shape = self.batch, self.kv_heads, self.rows, self.group, *width
+    def of_rows(self) -> torch.Tensor:
+        """float32 memory [B, k, T, R]."""
+        shape = self.batch, self.kv_heads, self.rows, self.group
         return self.queries.new_empty(shape, dtype=torch.float32)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,32 +181,12 @@ class BackwardPass(ForwardPass):
 
     def backward(self) -> tuple[torch.Tensor, KeysValues, KeysValues]:
         """Gradients of the queries, of the context and of the own keys and values."""
-        if self.tilings.fused:
-            delta, sums = self.deltas()
-            of_context = self.of_context(delta, sums)
-            return self.of_queries(delta, sums), of_context, self.of_own(delta)
+        of_queries, delta = self.of_queries()
+        return of_queries, self.of_context(delta), self.of_own(delta)
+
+    def of_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradient of the queries, and each row's sum of gradient times output."""
         delta = self.of_rows()
-        of_queries = self.of_queries(delta, None)
-        return of_queries, self.of_context(delta, None), self.of_own(delta)
-
-    def deltas(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's sum of gradient times output, and zeros to add up the queries' gradient."""
-        delta, sums = self.of_rows(), self.of_rows(self.queries.shape[3])
-        tile_rows = max(_DELTA_ROWS, triton.next_power_of_2(self.group))
-        tiles = triton.cdiv(self.rows, tile_rows // self.group)
-        delta_kernel[(self.kv_heads, tiles, self.batch)](
-            _strided(self.out),
-            _strided(self.grad_out),
-            delta,
-            sums,
-            self.rows,
-            **self.widths,
-            M=tile_rows,
-        )
-        return delta, sums
-
-    def of_queries(self, delta: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
-        """Gradient of the queries; without `sums` this fills `delta`."""
         gradient, tiling = rows_side_by_side(self.queries), self.tilings.queries
         queries_kernel[self.row_tiles(tiling)](
             _strided(self.queries),
@@ -228,20 +197,18 @@ class BackwardPass(ForwardPass):
             _strided(gradient),
             self.lse,
             delta,
-            sums,
             start_ptr=self.bounds[0],
             end_ptr=self.bounds[1],
             **self.sizes,
             **self.scales,
-            FUSED=sums is not None,
             **self.copied_context(tiling),
             **self.settings,
             **_cut(tiling, edges=True),
         )
-        return gradient
+        return gradient, delta
 
-    def of_context(self, delta: torch.Tensor, sums: torch.Tensor | None) -> KeysValues:
-        """Gradients of the context's keys and values; adds to `sums` unless it is None."""
+    def of_context(self, delta: torch.Tensor) -> KeysValues:
+        """Gradients of the context's keys and values."""
         slots = self.batch, self.slots, self.kv_heads, self.queries.shape[3]
         of_keys, of_values = (self.queries.new_empty(slots).transpose(1, 2) for _ in range(2))
         tiling = self.tilings.keys
@@ -256,10 +223,6 @@ class BackwardPass(ForwardPass):
                 TensorDescriptor.from_tensor(tensor.view(-1), [tiling.rows])
                 for tensor in (self.lse, delta)
             )
-            if sums is not None:
-                sums = TensorDescriptor.from_tensor(
-                    sums.view(-1, sums.shape[-1]), [tiling.rows, self.settings["D"]]
-                )
         else:
             rows_of_tile = tuple(map(_strided, rows))
             of_row = self.lse, delta
@@ -270,12 +233,10 @@ class BackwardPass(ForwardPass):
             _strided(of_keys),
             _strided(of_values),
             *of_row,
-            sums,
             start_ptr=self.bounds[0],
             end_ptr=self.bounds[1],
             **self.sizes,
             **self.scales,
-            FUSED=sums is not None,
             TMA=copied,
             **self.settings,
             **_cut(tiling),
@@ -338,12 +299,7 @@ def _with_rows(tilings: Tilings, group: int) -> Tilings:
     def fitting(tiling: Tiling) -> Tiling:
         return tiling._replace(rows=max(tiling.rows, least))
 
-    return tilings._replace(
-        forward=fitting(tilings.forward),
-        queries=fitting(tilings.queries),
-        keys=fitting(tilings.keys),
-        own=fitting(tilings.own),
-    )
+    return Tilings(*map(fitting, tilings))
 
 
 def _cut(tiling: Tiling, *, edges: bool = False) -> dict[str, int]:

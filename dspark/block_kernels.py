@@ -82,33 +82,22 @@ def _own_span(t, num_rows, step: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _edge_tile(
-    tile,
-    own_tiles,
-    own_first,
-    context_first,
-    context,
-    own,
-    rows,
-    num_slots,
-    num_rows,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
+    tile, spans, context, own, rows, exists, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr
 ):
     """A masked tile: of the rows' own keys, then of context that some rows see in part.
 
     Returns:
         keys and values, and which of them each row sees, [M, N].
     """
+    own_tiles, own_first, context_first = spans
     start, end, block = rows
-    k_context, k_context_stride, v_context, v_context_stride = context
-    k_own, k_own_stride, v_own, v_own_stride = own
+    k_context, k_context_stride, v_context, v_context_stride, num_slots = context
+    k_own, k_own_stride, v_own, v_own_stride, num_rows = own
     is_own = tile < own_tiles
     first = tl.where(is_own, own_first + tile * N, context_first + (tile - own_tiles) * N)
     limit = tl.where(is_own, num_rows, num_slots)
     keys = first + tl.arange(0, N)
-    there = (keys < limit)[:, None] & (tl.arange(0, D) < WIDTH)[None, :]
+    there = (keys < limit)[:, None] & exists
     k_base = tl.where(is_own, k_own, k_context)
     k_stride = tl.where(is_own, k_own_stride, k_context_stride)
     v_base = tl.where(is_own, v_own, v_context)
@@ -190,24 +179,12 @@ def forward_kernel(
     own_first, own_end = _own_span(t, num_rows, step, G)
     own_tiles = (own_end - own_first + EDGE - 1) // EDGE
     edges = own_tiles + tl.maximum(high - low + EDGE - 1, 0) // EDGE
-    ok = _of_head(own_k, batch, head)
-    ov = _of_head(own_v, batch, head)
+    spans = own_tiles, own_first, low
+    context = ck, context_k[3], cv, context_v[3], num_slots
+    own = _of_head(own_k, batch, head), own_k[3], _of_head(own_v, batch, head), own_v[3], num_rows
+    rows = start, end, block
     for i in range(0, edges):
-        k, v, sees = _edge_tile(
-            i,
-            own_tiles,
-            own_first,
-            low,
-            (ck, context_k[3], cv, context_v[3]),
-            (ok, own_k[3], ov, own_v[3]),
-            (start, end, block),
-            num_slots,
-            num_rows,
-            G,
-            EDGE,
-            WIDTH,
-            D,
-        )
+        k, v, sees = _edge_tile(i, spans, context, own, rows, exists, G, EDGE, D)
         score = tl.dot(b_q, tl.trans(k), input_precision="ieee")
         score = tl.where(sees, score, float("-inf"))
         acc, top, total = _softmax_step(score, v, acc, top, total, log2_scale)
@@ -216,35 +193,6 @@ def forward_kernel(
     tl.store(_row_pointers(out, batch, head, t, R, M, D), b_out, mask=there)
     of_rows = (batch * tl.num_programs(0) + head) * num_rows * R + t * R + tl.arange(0, M)
     tl.store(lse_ptr + of_rows, top + tl.log2(total), mask=inside)
-
-
-@triton.jit
-def delta_kernel(
-    out,
-    dout,
-    delta_ptr,
-    sums_ptr,
-    num_rows,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-):
-    """`delta_ptr` [B, k, T, R] gets the sums of gradient times output, `sums_ptr` zeros."""
-    head = tl.program_id(0).to(tl.int64)
-    step: tl.constexpr = M // R
-    t = tl.program_id(1) * step
-    batch = tl.program_id(2).to(tl.int64)
-    i = tl.arange(0, M)
-    inside = (i < step * R) & (t + i // R < num_rows)
-    there = inside[:, None] & (tl.arange(0, D) < WIDTH)[None, :]
-    b_dout = tl.load(_row_pointers(dout, batch, head, t, R, M, D), mask=there, other=0.0)
-    b_out = tl.load(_row_pointers(out, batch, head, t, R, M, D), mask=there, other=0.0)
-    delta = tl.reduce(b_out.to(tl.float32) * b_dout.to(tl.float32), 1, tl.standard._sum_combine)
-    first = (batch * tl.num_programs(0) + head) * num_rows * R + t * R
-    tl.store(delta_ptr + first + i, delta, mask=inside)
-    zeros = tl.full([M, D], 0.0, tl.float32)
-    tl.store(_pointers(sums_ptr, first, WIDTH, M, D), zeros, mask=there)
 
 
 @triton.jit
@@ -271,7 +219,6 @@ def queries_kernel(
     dq,
     lse_ptr,
     delta_ptr,
-    sums_ptr,
     copied_k,
     copied_v,
     start_ptr,
@@ -282,7 +229,6 @@ def queries_kernel(
     num_batch,
     scale,
     log2_scale,
-    FUSED: tl.constexpr,
     TMA: tl.constexpr,
     G: tl.constexpr,
     R: tl.constexpr,
@@ -292,10 +238,7 @@ def queries_kernel(
     WIDTH: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Gradient of the queries; `delta_ptr` [B, k, T, R] gets the sums of gradient times output.
-
-    FUSED, these are there, and `sums_ptr` [B, k, T, R, d] has what the context gives.
-    """
+    """Gradient of the queries; `delta_ptr` [B, k, T, R] gets the sums of gradient times output."""
     head = tl.program_id(0).to(tl.int64)
     step: tl.constexpr = M // R
     t = (tl.num_programs(1) - 1 - tl.program_id(1)) // num_batch * step
@@ -304,57 +247,38 @@ def queries_kernel(
     inside, start, end, block = _row_tile(bounds, t, num_slots, num_rows, G, R, M)
     exists = (tl.arange(0, D) < WIDTH)[None, :]
     there = inside[:, None] & exists
-    first = (batch * tl.num_programs(0) + head) * num_rows * R + t * R
-    of_rows = first + tl.arange(0, M)
+    of_rows = (batch * tl.num_programs(0) + head) * num_rows * R + t * R + tl.arange(0, M)
     lse = tl.load(lse_ptr + of_rows, mask=inside, other=float("inf"))
     b_dout = tl.load(_row_pointers(dout, batch, head, t, R, M, D), mask=there, other=0.0)
-    if FUSED:
-        delta = tl.load(delta_ptr + of_rows, mask=inside, other=0.0)
-        acc = tl.load(_pointers(sums_ptr, first, WIDTH, M, D), mask=there, other=0.0)
-    else:
-        b_out = tl.load(_row_pointers(out, batch, head, t, R, M, D), mask=there, other=0.0)
-        products = b_out.to(tl.float32) * b_dout.to(tl.float32)
-        delta = tl.reduce(products, 1, tl.standard._sum_combine)
-        tl.store(delta_ptr + of_rows, delta, mask=inside)
-        acc = tl.full([M, D], 0.0, tl.float32)
+    b_out = tl.load(_row_pointers(out, batch, head, t, R, M, D), mask=there, other=0.0)
+    products = b_out.to(tl.float32) * b_dout.to(tl.float32)
+    delta = tl.reduce(products, 1, tl.standard._sum_combine)
+    tl.store(delta_ptr + of_rows, delta, mask=inside)
+    acc = tl.full([M, D], 0.0, tl.float32)
     b_q = tl.load(_row_pointers(q, batch, head, t, R, M, D), mask=there, other=0.0)
     ck = _of_head(context_k, batch, head)
     cv = _of_head(context_v, batch, head)
+    low, whole, high = _context_span(inside, start, end, num_slots, N)
+    for i in range(0, whole):
+        if TMA:
+            place = [batch.to(tl.int32), low + i * N, head.to(tl.int32), 0]
+            k = copied_k.load(place).reshape(N, D)
+            v = copied_v.load(place).reshape(N, D)
+        else:
+            k = tl.load(_pointers(ck, low + i * N, context_k[3], N, D), mask=exists, other=0.0)
+            v = tl.load(_pointers(cv, low + i * N, context_v[3], N, D), mask=exists, other=0.0)
+        acc = _queries_step(b_q, b_dout, k, v, None, lse, delta, acc, log2_scale, False)
+
+    low += whole * N
     own_first, own_end = _own_span(t, num_rows, step, G)
     own_tiles = (own_end - own_first + EDGE - 1) // EDGE
-    edges = own_tiles
-    low = 0
-    if not FUSED:
-        low, whole, high = _context_span(inside, start, end, num_slots, N)
-        for i in range(0, whole):
-            if TMA:
-                place = [batch.to(tl.int32), low + i * N, head.to(tl.int32), 0]
-                k = copied_k.load(place).reshape(N, D)
-                v = copied_v.load(place).reshape(N, D)
-            else:
-                k = tl.load(_pointers(ck, low + i * N, context_k[3], N, D), mask=exists, other=0.0)
-                v = tl.load(_pointers(cv, low + i * N, context_v[3], N, D), mask=exists, other=0.0)
-            acc = _queries_step(b_q, b_dout, k, v, None, lse, delta, acc, log2_scale, False)
-        low += whole * N
-        edges += tl.maximum(high - low + EDGE - 1, 0) // EDGE
-    ok = _of_head(own_k, batch, head)
-    ov = _of_head(own_v, batch, head)
+    edges = own_tiles + tl.maximum(high - low + EDGE - 1, 0) // EDGE
+    spans = own_tiles, own_first, low
+    context = ck, context_k[3], cv, context_v[3], num_slots
+    own = _of_head(own_k, batch, head), own_k[3], _of_head(own_v, batch, head), own_v[3], num_rows
+    rows = start, end, block
     for i in range(0, edges):
-        k, v, sees = _edge_tile(
-            i,
-            own_tiles,
-            own_first,
-            low,
-            (ck, context_k[3], cv, context_v[3]),
-            (ok, own_k[3], ov, own_v[3]),
-            (start, end, block),
-            num_slots,
-            num_rows,
-            G,
-            EDGE,
-            WIDTH,
-            D,
-        )
+        k, v, sees = _edge_tile(i, spans, context, own, rows, exists, G, EDGE, D)
         acc = _queries_step(b_q, b_dout, k, v, sees, lse, delta, acc, log2_scale, True)
     b_dq = (acc * scale).to(dq[0].dtype.element_ty)
     tl.store(_row_pointers(dq, batch, head, t, R, M, D), b_dq, mask=there)
@@ -404,7 +328,6 @@ def _keys_step(
     log2_scale,
     OWN: tl.constexpr,
     MASKED: tl.constexpr,
-    FUSED: tl.constexpr,
     TMA: tl.constexpr,
     G: tl.constexpr,
     R: tl.constexpr,
@@ -416,7 +339,7 @@ def _keys_step(
     """Take in the rows from position `t` on; those from `t_end` on have no part."""
     dk, dv = sums
     k, v = keys_values
-    q, dout, lse_base, delta_base, sums_base, of_head = rows
+    q, dout, lse_base, delta_base, of_head = rows
     i = tl.arange(0, M)
     position = t + i // R
     inside = (i < (M // R) * R) & (position < t_end)
@@ -430,10 +353,8 @@ def _keys_step(
         delta = delta_base.load([at])
     else:
         place = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-        pointers = _row_pointers(q, place[0], place[1], t, R, M, D)
-        b_q = tl.load(pointers, mask=there, other=0.0)
-        pointers = _row_pointers(dout, place[0], place[1], t, R, M, D)
-        b_dout = tl.load(pointers, mask=there, other=0.0)
+        b_q = tl.load(_row_pointers(q, place[0], place[1], t, R, M, D), mask=there, other=0.0)
+        b_dout = tl.load(_row_pointers(dout, place[0], place[1], t, R, M, D), mask=there, other=0.0)
         # Rows left out have a probability of 0.
         lse = tl.load(lse_base + at + i, mask=inside, other=float("inf"))
         delta = tl.load(delta_base + at + i, mask=inside, other=0.0)
@@ -453,13 +374,6 @@ def _keys_step(
     dp = tl.dot(v, tl.trans(b_dout), input_precision="ieee")
     ds = (p * (dp - delta[None, :])).to(b_q.dtype)
     dk = tl.dot(ds, b_q, dk, input_precision="ieee")
-    if FUSED:
-        dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
-        if TMA:
-            # Rows left out add 0 to what another program or head adds up there.
-            sums_base.atomic_add([at, 0], dq)
-        else:
-            tl.atomic_add(_pointers(sums_base, at, WIDTH, M, D), dq, mask=there, sem="relaxed")
     return dk, dv
 
 
@@ -473,7 +387,6 @@ def keys_kernel(
     dv,
     lse,
     delta,
-    sums,
     start_ptr,
     end_ptr,
     num_slots,
@@ -482,7 +395,6 @@ def keys_kernel(
     num_batch,
     scale,
     log2_scale,
-    FUSED: tl.constexpr,
     TMA: tl.constexpr,
     G: tl.constexpr,
     R: tl.constexpr,
@@ -491,10 +403,7 @@ def keys_kernel(
     WIDTH: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Gradients of N context slots; FUSED, what these give to that of the queries is added up.
-
-    With TMA, what is read row by row (q, dout, lse, delta) and `sums` are descriptors of the same.
-    """
+    """Gradients of N context slots. With TMA, q, dout, lse and delta are given as descriptors."""
     head = tl.program_id(0)
     step: tl.constexpr = M // R
     key = tl.program_id(1) // num_batch * N
@@ -509,7 +418,7 @@ def keys_kernel(
     v = tl.load(_pointers(cv, key, context_v[3], N, D), mask=there, other=0.0)
     b_dk = tl.full([N, D], 0.0, tl.float32)
     b_dv = tl.full([N, D], 0.0, tl.float32)
-    rows = q, dout, lse, delta, sums, of_head
+    rows = q, dout, lse, delta, of_head
     first, stop, whole = _rows_of_context(bounds, key, num_anchors, N)
     first *= G
     stop *= G
@@ -523,14 +432,14 @@ def keys_kernel(
         t_end = tl.where(i < edges, whole, stop)
         b_dk, b_dv = _keys_step(
             (b_dk, b_dv), (k, v), t, t_end, key, rows, bounds, batch, head, log2_scale,
-            False, True, FUSED, TMA, G, R, M, N, WIDTH, D,
+            False, True, TMA, G, R, M, N, WIDTH, D,
         )  # fmt: skip
     # Backwards, so that programs which start together meet the same rows at a time.
     for i in range(0, tiles):
         t = whole + (tiles - 1 - i) * step
         b_dk, b_dv = _keys_step(
             (b_dk, b_dv), (k, v), t, stop, key, rows, bounds, batch, head, log2_scale,
-            False, False, FUSED, TMA, G, R, M, N, WIDTH, D,
+            False, False, TMA, G, R, M, N, WIDTH, D,
         )  # fmt: skip
     dk_to = _pointers(_of_head(dk, wide_batch, wide_head), key, dk[3], N, D)
     tl.store(dk_to, (b_dk * scale).to(dk[0].dtype.element_ty), mask=there)
@@ -574,12 +483,12 @@ def own_kernel(
     v = tl.load(_pointers(ov, key, own_v[3], N, D), mask=there, other=0.0)
     b_dk = tl.full([N, D], 0.0, tl.float32)
     b_dv = tl.full([N, D], 0.0, tl.float32)
-    rows = q, dout, lse, delta, delta, of_head
+    rows = q, dout, lse, delta, of_head
     first, stop = _own_span(key, num_rows, N, G)
     for t in range(first, stop, step):
         b_dk, b_dv = _keys_step(
             (b_dk, b_dv), (k, v), t, stop, key, rows, None, batch, head, log2_scale,
-            True, True, False, False, G, R, M, N, WIDTH, D,
+            True, True, False, G, R, M, N, WIDTH, D,
         )  # fmt: skip
     dk_to = _pointers(_of_head(dk, wide_batch, wide_head), key, dk[3], N, D)
     tl.store(dk_to, (b_dk * scale).to(dk[0].dtype.element_ty), mask=there)

@@ -171,34 +171,12 @@ def test_attention_and_gradients(
             assert not ours.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name", ["one document", "group of eight", "sequences differ", "no context"]
-)
-def test_gradients_in_one_kernel(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
-) -> None:
-    picked = kernels.pick_tilings(CASES[name][4], dtype)
-    use_tilings(kernels, monkeypatch, picked._replace(fused=True))
-    x = make_problem(CASES[name], dtype)
-    expected = x.expected()
-    poison_fresh_memory(monkeypatch)
-    for ours, theirs in zip(x.found(), expected, strict=True):
-        assert_rms(ours, theirs, torch.bfloat16 if dtype == torch.float16 else dtype)
-
-
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["group of four", "group of eight"])
 def test_tiles_by_the_copy_engine(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, fused: bool
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Those of a device that has none, and of queries that it cannot fetch, are the same."""
-    if not CUDA and fused:
-        pytest.skip("needs CUDA: the interpreter does not add through a descriptor")
-    dtype = DTYPES[1]
-    picked = kernels.pick_tilings(CASES[name][4], dtype)
-    use_tilings(kernels, monkeypatch, picked._replace(fused=fused))
-    x = make_problem(CASES[name], dtype)
+    x = make_problem(CASES[name], DTYPES[1])
     results = []
     for has in (False, True):
         monkeypatch.setattr(kernels, "has_copy_engine", lambda _, has=has: has)
@@ -310,38 +288,24 @@ def spread_anchors(slots: int, anchors: int) -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA: tiles of the tables are slow to interpret")
 @pytest.mark.parametrize(
-    ("width", "heads", "block", "fused"),
+    ("width", "heads", "block"),
     [
-        (128, (32, 8), 7, False),
-        (128, (32, 8), 7, True),
-        (128, (8, 8), 16, False),
-        (64, (8, 1), 7, False),
-        (64, (8, 2), 16, True),
-        (80, (6, 2), 7, False),
-        (256, (8, 2), 7, False),
+        (128, (32, 8), 7),
+        (128, (8, 8), 16),
+        (64, (8, 1), 7),
+        (64, (8, 2), 16),
+        (80, (6, 2), 7),
+        (256, (8, 2), 7),
     ],
 )
 def test_tilings_of_the_tables(
-    kernels: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    width: int,
-    heads: tuple[int, int],
-    block: int,
-    fused: bool,
+    kernels: ModuleType, width: int, heads: tuple[int, int], block: int
 ) -> None:
-    picked = kernels.pick_tilings(width, torch.bfloat16)
-    tables = {**kernels.TILINGS, triton_size(width): picked._replace(fused=fused)}
-    monkeypatch.setattr(kernels, "TILINGS", tables)
     one = spread_anchors(2001, 90)
     two = [(0, 37 * a) for a in range(1, 30)] + [(1100, 1100 + 31 * a) for a in range(29)]
     x = make_problem((2001, block, *heads, width, [one, two + [(0, 0)] * 32]), torch.bfloat16)
     for ours, theirs in zip(x.found(), x.expected(), strict=True):
         assert_rms(ours, theirs)
-
-
-def triton_size(width: int) -> int:
-    """The next power of two."""
-    return 1 << (width - 1).bit_length()
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA: the interpreter never waits for a device")
