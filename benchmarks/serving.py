@@ -73,6 +73,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "kernels_mlp": {"kernels": "mlp"},
     "kernels_markov": {"kernels": "markov"},
     "kernels_rope": {"kernels": "rope"},
+    "kernels_norm": {"kernels": "norm"},
     "greedy_draft": {"env": {"SGLANG_DSPARK_USE_GREEDY_DRAFT": True}},
     "pages_of_64": {"args": {"page_size": 64}},
     "mid_fold": {"env": {"SGLANG_OPT_DSV41_DSPARK_MID_FOLD": True}},

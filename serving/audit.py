@@ -335,8 +335,14 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "our own products of few rows",
         _asks_for("linear"),
-        _kernel(r"skinny_linear_kernel"),
+        _kernel(r"skinny_linear"),
         "weights at cuBLAS's bandwidth; also off where that was the faster",
+    ),
+    Check(
+        "norms inside the products around them",
+        _asks_for("norm"),
+        _kernel(r"skinny_linear_add_kernel"),
+        "two launches more a layer, in which no weight is read",
     ),
     Check("accept in the verify graph", _dspark, _share("accept"), "some ten launches a step"),
     Check(

@@ -5,6 +5,7 @@
     mlp         the first product of an MLP with its activation (`serving.hooks_linear`)
     markov      a Markov head's products (`serving.hooks_linear`)
     rope        norms, rotation and store of q, k and v at verification (`serving.hooks_rope`)
+    norm        a layer's norms inside the products around them (`serving.hooks_norm`)
 
 Each leaves to SGLang what it does not apply to, for good once it has failed, and
 says so in the log.
@@ -17,8 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 ENVIRONMENT = "SPLITSERVE_KERNELS"
-PARTS = ("attention", "linear", "mlp", "markov", "rope")
-PRODUCTS = ("linear", "mlp", "markov")
+PARTS = ("attention", "linear", "mlp", "markov", "rope", "norm")
+PRODUCTS = ("linear", "mlp", "markov", "norm")
 """They share their choices."""
 CHOICES = "SPLITSERVE_LINEAR_CHOICES"
 """Path of a file of what `linear` chose for each shape; unset, every start times."""

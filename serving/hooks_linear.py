@@ -2,10 +2,11 @@
 
 SGLang's unquantized layers, and both ways to the lm_head, go through `Products` (`linear`), the
 first product of a dense MLP with the activation behind it (`mlp`), and a Markov head's product with
-its second matrix, one for each drafted token (`markov`). It takes products
-of up to 16 rows with bfloat16 or float16 weights; a larger batch, a quantized layer, an lm_head
-with LoRA or float32 logits, and anything under torch.compile or batch-invariant operators stays
-SGLang's. A layer's own LoRA is added to its base product, which may be ours.
+its second matrix, one for each drafted token (`markov`). `norm` takes a layer's products where a
+norm is part of them (`serving.hooks_norm`). It takes products of up to 16 rows with bfloat16 or
+float16 weights; a larger batch, a quantized layer, an lm_head with LoRA or float32 logits, and
+anything under torch.compile or batch-invariant operators stays SGLang's. A layer's own LoRA is
+added to its base product, which may be ours.
 
 SGLang runs a graph's body twice before it captures it. At the first product of a shape in there,
 candidates and SGLang's own product are timed on that weight, and the shape keeps the fastest; in a
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from serving.hooks_kernels import CHOICES, LOG_MARK
+from serving.hooks_norm import SAVES, Behind, Mark, Norms
 
 APPLY = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -61,9 +63,12 @@ class Shape(NamedTuple):
     bias: bool
     gated: bool = False
     """Whether silu(gate) * up follows in the same kernel."""
+    norm: str = ""
+    """"before" or "behind" where that norm is part of the kernel."""
 
     def __str__(self) -> str:
         more = " with bias" * self.bias + " with gate" * self.gated
+        more += f" with the norm {self.norm}" if self.norm else ""
         return f"{self.num_out}x{self.num_in} up to {self.rows} rows {self.dtype}{more}"
 
 
@@ -118,26 +123,31 @@ class Plan:
 
 
 def register(register_hook: Callable[..., None], kind: Any, parts: Iterable[str]) -> None:
-    """Hook the products of `linear`, `mlp` and `markov`. Raises ValueError for a bad file."""
+    """Hook the products of these parts. Raises ValueError for a bad file."""
+    parts = frozenset(parts)
     path = os.environ.get(CHOICES)
-    products = Products(KeptChoices(Path(path) if path else None))
-    for part in parts:
-        if part == "linear":
-            register_hook(APPLY, products.linear, kind.AROUND)
-            register_hook(HEAD, products.head, kind.AROUND)
-            register_hook(DRAFT_HEAD, products.draft_head, kind.AROUND)
-        elif part == "mlp":
-            for target, keywords in MLPS.items():
-                register_hook(target, partial(products.mlp, keywords), kind.AROUND)
-        else:
-            register_hook(MARKOV, products.markov, kind.AROUND)
+    products = Products(KeptChoices(Path(path) if path else None), parts)
+    if parts & {"linear", "norm"}:
+        register_hook(APPLY, products.linear, kind.AROUND)
+    if "linear" in parts:
+        register_hook(HEAD, products.head, kind.AROUND)
+        register_hook(DRAFT_HEAD, products.draft_head, kind.AROUND)
+    if parts & {"mlp", "norm"}:
+        for target, keywords in MLPS.items():
+            register_hook(target, partial(products.mlp, keywords), kind.AROUND)
+    if "markov" in parts:
+        register_hook(MARKOV, products.markov, kind.AROUND)
+    if "norm" in parts:
+        products.norms.register(register_hook, kind)
 
 
 class Products:
     """The hooks' state in one scheduler process."""
 
-    def __init__(self, kept: KeptChoices) -> None:
+    def __init__(self, kept: KeptChoices, parts: Iterable[str] = ("linear", "mlp")) -> None:
         self.kept = kept
+        self.parts = frozenset(parts)
+        self.norms = Norms()
         self.plans: dict[Shape, Plan] = {}
         self.kernels: Any = None
 
@@ -148,8 +158,16 @@ class Products:
         # The first is a constant while torch.compile traces, which must not guard on x's shape.
         if torch.compiler.is_compiling() or x.shape[0] > MAX_ROWS:
             return original(method, layer, x, bias)
-        y = self.product(layer.weight, x, bias, lambda x: original(method, layer, x, bias))
-        return original(method, layer, x, bias) if y is None else y
+
+        def library(x: Any) -> Any:
+            return original(method, layer, x, bias)
+
+        mark, behind = self.norms.mark_of(x), self.norms.behind(layer, x.shape[0])
+        if mark is not None or behind is not None or "linear" in self.parts:
+            y = self.product(layer.weight, x, bias, library, mark=mark, behind=behind)
+            if y is not None:
+                return y
+        return library(self.norms.result(x, mark))
 
     def head(
         self,
@@ -202,8 +220,10 @@ class Products:
     ) -> Any:
         """Instead of a dense MLP's forward: the activation is part of the first product."""
         given = () if forward_batch is None else (forward_batch,)
+        mark = self.norms.mark_of(x)
         if (
-            not torch.compiler.is_compiling()
+            (mark is not None or "mlp" in self.parts)
+            and not torch.compiler.is_compiling()
             # A quantized layer may be given values and scales.
             and isinstance(x, torch.Tensor)
             and x.dim() == 2
@@ -214,11 +234,12 @@ class Products:
                 *(module.gate_up_proj.weight, x, None),
                 lambda x: module.act_fn(module.gate_up_proj(x)[0]),
                 gated=True,
+                mark=mark,
             )
             if y is not None:
                 keywords = {"forward_batch": forward_batch} if "forward_batch" in passed else {}
                 return module.down_proj(y, **keywords)[0]
-        return original(module, x, *given)
+        return original(module, self.norms.result(x, mark), *given)
 
     def markov(self, original: Callable[..., Any], head: Any, latent: Any) -> Any:
         """Instead of a Markov head's product with its second matrix."""
@@ -241,13 +262,16 @@ class Products:
         bias: Any,
         library: Callable[[Any], Any],
         gated: bool = False,
+        mark: Mark | None = None,
+        behind: Behind | None = None,
     ) -> torch.Tensor | None:
-        """The product by a kernel; None where SGLang's is to run."""
+        """The product by a kernel, with the norms that are part of it; None for SGLang's."""
         if not is_served(weight, x):
             return None
         rows = 8 if x.shape[0] <= 8 else MAX_ROWS
         dtype = str(x.dtype).removeprefix("torch.")
-        shape = Shape(weight.shape[0], weight.shape[1], rows, dtype, bias is not None, gated)
+        norm = "before" if mark is not None else "behind" if behind is not None else ""
+        shape = Shape(weight.shape[0], weight.shape[1], rows, dtype, bias is not None, gated, norm)
         plan = self.plans.get(shape)
         try:
             if plan is None:
@@ -255,7 +279,9 @@ class Products:
                     return None
                 plan = self.plans[shape] = Plan()
                 self.decide(plan, shape, weight, bias, library)
-            return None if plan.config is None else self.run(plan, weight, x, bias, gated)
+            if plan.config is None:
+                return None
+            return self.run(plan, weight, x, bias, gated, mark, behind)
         except Exception as error:
             # Serving goes on whatever a kernel, a driver or the file does.
             self.plans[shape] = Plan()
@@ -276,7 +302,11 @@ class Products:
         name = self.kept.names.get(shape)
         if name is None:
             found = self.kernels.choose(
-                weight, shape.rows, library=library, bias=bias, gated=shape.gated
+                *(weight, shape.rows),
+                library=library,
+                bias=bias,
+                gated=shape.gated,
+                saves=SAVES if shape.norm else 0.0,
             )
             for failed, why in found.failed.items():
                 logger.warning("%s%s: %s is left out: %s", LOG_MARK, shape, failed, why)
@@ -294,9 +324,22 @@ class Products:
             plan.config = self.kernels.Config.parse(name)
         logger.warning("%s%s: %s", LOG_MARK, shape, told)
 
-    def run(self, plan: Plan, weight: Any, x: Any, bias: Any, gated: bool) -> torch.Tensor | None:
+    def run(
+        self,
+        plan: Plan,
+        weight: Any,
+        x: Any,
+        bias: Any,
+        gated: bool,
+        mark: Mark | None,
+        behind: Behind | None,
+    ) -> torch.Tensor | None:
         """The kernel; None where this one call cannot use it."""
-        if self.kernels.why_not(x, weight, bias, gated):
+        add, normed = None, None if mark is None else mark.normed
+        if behind is not None:
+            norm = behind.norm
+            add = self.kernels.Add(behind.residual, norm.weight.data, norm.variance_epsilon)
+        if self.kernels.why_not(x, weight, bias, gated, normed=normed, add=add):
             return None
         counters, place = None, weight.data_ptr()
         if plan.config.split_k > 1:
@@ -306,9 +349,22 @@ class Products:
                 if is_capturing():
                     return None
                 counters = plan.counters[place] = self.kernels.make_counters(weight, plan.config)
-        y: torch.Tensor = self.kernels.skinny_linear(
-            x, weight, bias, config=plan.config, counters=counters, gated=gated
+        y: torch.Tensor
+        if behind is not None:
+            y, made = self.kernels.add_linear(
+                x, weight, bias, add=add, config=plan.config, counters=counters
+            )
+            self.norms.mark(y, made, behind)
+            return y
+        y = self.kernels.skinny_linear(
+            *(x, weight, bias),
+            config=plan.config,
+            counters=counters,
+            gated=gated,
+            normed=normed,
         )
+        if mark is not None:
+            mark.used = True
         return y
 
 

@@ -199,7 +199,7 @@ def _kernel_problems(request: Request, launch: Launch) -> list[str]:
             f"kernels={','.join(beside_fa3)} needs FlashAttention (fa3), attention_backend is "
             f"{backend}; write kernels={','.join(left)}"
         ]
-    if set(kernels) <= {"attention", "rope", "markov"} and not request.profile.is_dspark:
+    if set(kernels) <= {"attention", "rope", "markov", "norm"} and not request.profile.is_dspark:
         return [f"kernels={','.join(kernels)} has no effect without a DSPARK profile; leave it out"]
     variables = os.environ | launch.environment_dict()
     if set(kernels) & set(PRODUCTS) and (choices := variables.get(CHOICES)):

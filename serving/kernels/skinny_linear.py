@@ -11,6 +11,12 @@ configuration alone: not on the other rows, not on their number, not on who came
 silu(gate) * up. A tile then takes half of its rows from either, so that a program has both of what
 it multiplies.
 
+A residual and a norm can be part of the products around them (`Add`, `Normed`). RMSNorm times W is
+rstd * ((h * gain) W^T), where h is the residual with what was added and rstd belongs to its row. So
+the product before adds, stores h and h * gain, and the sum of squares of each row in each of its
+tiles; the product behind multiplies h * gain and scales its sums by rstd as it stores them. What is
+rounded is h, as SGLang's norm does, and h * gain, where that one rounds h * rstd * gain.
+
 The number of programs is chosen close to a multiple of what the device holds at once, and
 `choose` times candidates and the library's product on the weight itself.
 
@@ -34,10 +40,12 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 32
+MAX_SUMS = 512
+"""Tiles that a product before a norm may have."""
 DTYPES = (torch.bfloat16, torch.float16)
 NUM_CANDIDATES = 8
 ROUNDS = 15
@@ -61,6 +69,32 @@ _SLACK = 1.25
 """What a multiprocessor can read in relation to its share of the device's bandwidth."""
 _LINE: tl.constexpr = tl.constexpr(64)
 """16-bit values in a line of 128 bytes."""
+
+
+class Normed(NamedTuple):
+    """What stands for the RMSNorm of h besides h * gain; made by `skinny_linear` with an `Add`."""
+
+    h: torch.Tensor
+    """bfloat16 [M, N]: the residual with what was added."""
+    sums: torch.Tensor
+    """float32 [tiles, M]: of h squared before it was rounded, over the columns of each tile."""
+    gain: torch.Tensor
+    """bfloat16 [N]: the norm's weight."""
+    eps: float
+
+    def rstd(self) -> torch.Tensor:
+        """float32 [M, 1]."""
+        return torch.rsqrt(self.sums.sum(0) / self.h.shape[1] + self.eps)[:, None]
+
+
+class Add(NamedTuple):
+    """What follows a product: h = residual + y, and an RMSNorm of h."""
+
+    residual: torch.Tensor
+    """bfloat16 [M, N], contiguous."""
+    gain: torch.Tensor
+    """bfloat16 [N]: the norm's weight."""
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -116,9 +150,17 @@ class Config:
         return 1 << max(0, ((self.num_stages - 1) * self.block_k // _LINE.value).bit_length() - 1)
 
 
+def _kernel_name(given: Any) -> str:
+    """What a trace shows: whether a norm before or behind is part of the product."""
+    without = given.constants
+    more = "" if "sums_ptr" in without else "_normed"
+    more += "" if "residual_ptr" in without else "_add"
+    return f"skinny_linear{more}_kernel"
+
+
 # tl.zeros, tl.cdiv and the like are jitted themselves, for the device, if triton was imported
 # before TRITON_INTERPRET was set; hence the spelled-out forms.
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "num_sums"], repr=_kernel_name)
 def skinny_linear_kernel(
     x_ptr,
     w_ptr,
@@ -128,6 +170,13 @@ def skinny_linear_kernel(
     y_ptr,
     partial_ptr,
     counter_ptr,
+    residual_ptr,
+    gain_ptr,
+    h_ptr,
+    squares_ptr,
+    sums_ptr,
+    num_sums,
+    eps,
     rows,
     N,
     K,
@@ -141,8 +190,9 @@ def skinny_linear_kernel(
     PDL_LINES: tl.constexpr,
     UPCAST: tl.constexpr,
     GATED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """`rows` is not specialized: a graph's capture must find the kernel compiled, whatever M is."""
+    """`rows` and `num_sums` are not specialized: a capture must find the kernel compiled."""
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     m = tl.arange(0, BLOCK_M)
@@ -161,8 +211,6 @@ def skinny_linear_kernel(
     # without a mask, whose products are not stored.
     w_rows = w_ptr + w_row.to(tl.int64)[:, None] * w_stride
     if PDL_LINES:
-        # The next kernel may be set up from now on; it waits for this one's end by itself.
-        gdc_launch_dependents()
         # W never changes, so its first columns come to L2 while the kernel before still runs.
         # All else, x and the memory that is written, may be in use until then.
         ahead = first * BLOCK_K + tl.arange(0, PDL_LINES) * _LINE
@@ -175,6 +223,14 @@ def skinny_linear_kernel(
             pack=1,
         )
         gdc_wait()
+    # Loaded before the loop and used behind it, where their way would be waited for.
+    if residual_ptr is not None:
+        inside = is_row & (n < N)[:, None]
+        residual = tl.load(residual_ptr + m[None, :] * N + n[:, None], mask=inside, other=0.0)
+        gain = tl.load(gain_ptr + n, mask=n < N, other=0.0)
+    if sums_ptr is not None:
+        of = tl.arange(0, SUMS)[:, None]
+        sums = tl.load(sums_ptr + of * rows + m[None, :], mask=is_row & (of < num_sums), other=0.0)
     w_at = w_rows + k[None, :]
     x_at = x_ptr + m[None, :] * K + k[:, None]
     acc = tl.full([BLOCK_N, BLOCK_M], 0.0, tl.float32)
@@ -195,6 +251,11 @@ def skinny_linear_kernel(
             )
             x = tl.load(x_at + start, mask=is_row & inside[:, None], other=0.0)
         acc = _add_product(acc, w, x, UPCAST)
+        if PDL_LINES:
+            # All of this program's columns are on their way. The next kernel may start now where
+            # there is room: earlier, what it prefetches would take this one's place in L2 and on
+            # the bus. It waits for this one's end by itself.
+            _launch_dependents_if(step == tl.maximum(first, last - STAGES))
     if SPLIT > 1:
         within = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         parts = partial_ptr + tile * (SPLIT * BLOCK_N * BLOCK_M) + within
@@ -218,14 +279,52 @@ def skinny_linear_kernel(
                     other=0.0,
                     cache_modifier=".cg",
                 )
+            if sums_ptr is not None:
+                total = _scale(total, sums, eps, K)
             if GATED:
                 _store_gated(total, y_ptr, m, tile, is_row, N // 2)
+            elif residual_ptr is not None:
+                squares_at = squares_ptr + tile * rows + m
+                _store_added(
+                    total, bias_ptr, y_ptr, residual, gain, h_ptr, squares_at, m, n, is_row, N
+                )
             else:
                 _store(total, bias_ptr, y_ptr, m, n, is_row, N)
-    elif GATED:
-        _store_gated(acc, y_ptr, m, tile, is_row, N // 2)
     else:
-        _store(acc, bias_ptr, y_ptr, m, n, is_row, N)
+        if sums_ptr is not None:
+            acc = _scale(acc, sums, eps, K)
+        if GATED:
+            _store_gated(acc, y_ptr, m, tile, is_row, N // 2)
+        elif residual_ptr is not None:
+            squares_at = squares_ptr + tile * rows + m
+            _store_added(acc, bias_ptr, y_ptr, residual, gain, h_ptr, squares_at, m, n, is_row, N)
+        else:
+            _store(acc, bias_ptr, y_ptr, m, n, is_row, N)
+
+
+@triton.jit
+def _launch_dependents_if(is_now):
+    """Without a branch, which would end the loop's pipeline."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred now;
+            setp.ne.b32 now, $1, 0;
+            @now griddepcontrol.launch_dependents;
+            mov.u32 $0, 0;
+        }""",
+        "=r,r",
+        [is_now.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _scale(acc, sums, eps, K):
+    """By the norm of each row of x, of which `sums` holds each tile's squares."""
+    mean = tl.reduce(sums, 0, tl.standard._sum_combine) / K
+    return acc * (1.0 / tl.sqrt(mean + eps))[None, :]
 
 
 @triton.jit
@@ -248,6 +347,24 @@ def _store(acc, bias_ptr, y_ptr, m, n, is_row, N):
 
 
 @triton.jit
+def _store_added(acc, bias_ptr, y_ptr, residual, gain, h_ptr, squares_at, m, n, is_row, N):
+    """Round the product as the library does, then add as an RMSNorm with a residual does."""
+    is_out = n < N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    inside = is_row & is_out[:, None]
+    h = acc.to(y_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)
+    h = tl.where(inside, h, 0.0)
+    at = m[None, :] * N + n[:, None]
+    tl.store(h_ptr + at, h.to(y_ptr.dtype.element_ty), mask=inside)
+    scaled = h * gain.to(tl.float32)[:, None]
+    tl.store(y_ptr + at, scaled.to(y_ptr.dtype.element_ty), mask=inside)
+    # One value a row of x; the rows of padding have no place.
+    squares = tl.reduce(h * h, 0, tl.standard._sum_combine)[None, :]
+    tl.store(squares_at[None, :], squares, mask=is_row)
+
+
+@triton.jit
 def _store_gated(acc, y_ptr, m, tile, is_row, N):
     """Round both products as the library does, then silu(gate) * up in float32, rounded again."""
     HALF: tl.constexpr = acc.shape[0] // 2
@@ -260,9 +377,28 @@ def _store_gated(acc, y_ptr, m, tile, is_row, N):
 
 
 def why_not(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    *,
+    normed: Normed | None = None,
+    add: Add | None = None,
 ) -> str:
     """Why the kernels cannot compute this product; empty if they can."""
+    if normed is not None or add is not None:
+        # float16 holds no large h * gain.
+        vectors = [] if add is None else [add.residual, add.gain]
+        if x.dtype != torch.bfloat16 or any(given.dtype != x.dtype for given in vectors):
+            return "a norm in another type"
+        if any(given.data_ptr() % 16 or not given.is_contiguous() for given in vectors):
+            return "unaligned vectors"
+    if add is not None and (gated or add.residual.shape != (x.shape[0], weight.shape[0])):
+        return "a residual that does not fit"
+    if normed is not None and (
+        normed.h.shape != x.shape or not 0 < normed.sums.shape[0] <= MAX_SUMS
+    ):
+        return "a norm that does not fit"
     for bad, why in (
         (x.dim() != 2 or weight.dim() != 2, "not two dimensions"),
         (not 0 < x.shape[0] <= MAX_ROWS, f"not 1 to {MAX_ROWS} rows"),
@@ -290,6 +426,7 @@ def skinny_linear(
     counters: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gated: bool = False,
+    normed: Normed | None = None,
 ) -> torch.Tensor:
     """x W^T + bias with sums in float32, rounded once; no gradients.
 
@@ -302,11 +439,45 @@ def skinny_linear(
             leaves it at 0. By default new ones.
         out: [M, N], contiguous; [M, N / 2] if `gated`.
         gated: silu of the first half of the columns times the second, both rounded first.
+        normed: what `add_linear` gave with x: the product is that of the norm's result.
 
     Raises:
         ValueError: a product that `why_not` refuses.
     """
-    if why := why_not(x, weight, bias, gated):
+    return _launch(x, weight, bias, config, counters, out, gated, normed, None)[0]
+
+
+def add_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    add: Add,
+    config: Config | None = None,
+    counters: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Normed]:
+    """x W^T + bias, added to a residual, as a product behind a norm of it takes it.
+
+    Gives h * gain, bfloat16 [M, N], and what makes the norm's result of it. Arguments and errors
+    are those of `skinny_linear`.
+    """
+    y, normed = _launch(x, weight, bias, config, counters, None, False, None, add)
+    assert normed is not None, "made with an Add"
+    return y, normed
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: Config | None,
+    counters: torch.Tensor | None,
+    out: torch.Tensor | None,
+    gated: bool,
+    normed: Normed | None,
+    add: Add | None,
+) -> tuple[torch.Tensor, Normed | None]:
+    if why := why_not(x, weight, bias, gated, normed=normed, add=add):
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype}: {why}; "
             "use torch.nn.functional.linear"
@@ -326,6 +497,12 @@ def skinny_linear(
         partial = torch.empty(num_values, dtype=torch.float32, device=x.device)
         if counters is None:
             counters = make_counters(weight, config)
+    made = added = None
+    if add is not None:
+        sums = torch.empty(config.num_tiles(num_out), rows, dtype=torch.float32, device=x.device)
+        made = Normed(torch.empty_like(y), sums, add.gain, add.eps)
+        added = (add.residual, add.gain, made.h, sums)
+    num_sums = 0 if normed is None else normed.sums.shape[0]
     x_desc = w_desc = None
     if config.tma:
         x_desc = TensorDescriptor(x, [rows, num_in], [num_in, 1], [config.block_m, config.block_k])
@@ -335,6 +512,8 @@ def skinny_linear(
     with torch.cuda.device_of(x):
         skinny_linear_kernel[(config.num_tiles(num_out) * config.split_k,)](
             *(x, weight, x_desc, w_desc, bias, y, partial, counters),
+            *(added or (None, None, None, None)),
+            *((None, 0, 0.0) if normed is None else (normed.sums, num_sums, normed.eps)),
             *(rows, num_out, num_in, weight.stride(0)),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -345,11 +524,12 @@ def skinny_linear(
             PDL_LINES=config.pdl_lines,
             UPCAST=not x.is_cuda,
             GATED=gated,
+            SUMS=1 << max(0, num_sums - 1).bit_length(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **({"launch_pdl": True} if config.pdl else {}),
         )
-    return y
+    return y, made
 
 
 def make_counters(weight: torch.Tensor, config: Config) -> torch.Tensor | None:
@@ -442,7 +622,7 @@ class Choice(NamedTuple):
     config: Config | None
     """None is the library."""
     microseconds: dict[str, float]
-    """By name, the library's included; empty where nothing was timed."""
+    """By name, the library's included, with what a kernel saves besides."""
     failed: dict[str, str]
     """Candidates that raised or gave other values, with what they did."""
 
@@ -460,6 +640,7 @@ def choose(
     gated: bool = False,
     configs: Sequence[Config] | None = None,
     timer: Callable[[Sequence[Callable[[], Any]]], list[float]] | None = None,
+    saves: float = 0.0,
 ) -> Choice:
     """The fastest product with this weight, from memory, outside of graph capture.
 
@@ -474,6 +655,7 @@ def choose(
             torch.nn.functional.linear, and silu and product behind it if `gated`.
         configs: by default `candidates` for the weight's device.
         timer: gives microseconds for each of some calls; by default `time_cold`.
+        saves: microseconds of other kernels that the library's product needs besides.
     """
     bucket = row_bucket(rows)
     if configs is None:
@@ -508,6 +690,7 @@ def choose(
             failed[str(config)] = f"differs by {error:.1e}"
     del expected
     timed = dict(zip(calls, (timer or time_cold)(list(calls.values())), strict=True))
+    timed[LIBRARY] += saves
     best = LIBRARY
     for name, microseconds in timed.items():
         if microseconds < timed[best] * (1 - LEAST_GAIN):

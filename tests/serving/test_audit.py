@@ -89,13 +89,14 @@ def test_kernels_of_our_own_are_wanted_where_they_were_asked_for() -> None:
         "our own decode attention",
         "norms, rotation and store in one launch",
         "our own products of few rows",
+        "norms inside the products around them",
     )
     assert not any(by_name(SEEN)[name].wanted for name in names)
     asked = replace(SEEN, facts={**FACTS, "own_kernels": "all"})
     assert all(by_name(asked)[name].is_problem for name in names)
-    ran = frozenset(("decode_attention_kernel", "rope_store_kernel", "skinny_linear_kernel"))
+    ran = {"decode_attention_kernel", "rope_store_kernel", "skinny_linear_add_kernel"}
     seen = by_name(replace(asked, kernels=asked.kernels | ran))
-    assert [seen[name].state for name in names] == ["active"] * 3
+    assert [seen[name].state for name in names] == ["active"] * 4
 
 
 def test_an_argument_is_weak_and_nothing_is_no_evidence() -> None:

@@ -351,4 +351,4 @@ def test_hooked_kernels_say_so_at_once(caplog: pytest.LogCaptureFixture) -> None
     assert [record.getMessage() for record in caplog.records] == [
         f"kernels: {part} is hooked" for part in hooks_kernels.PARTS
     ]
-    assert len(hooked) == len(set(hooked)) == 10
+    assert len(hooked) == len(set(hooked)) == 14

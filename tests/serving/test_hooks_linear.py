@@ -17,7 +17,7 @@ import torch
 from test_launch import sglang_folder
 from torch.nn import functional as F
 
-from serving import hooks_linear
+from serving import hooks_linear, hooks_norm
 from serving.hooks_linear import KeptChoices, Products, Shape, is_plain_head
 
 WEIGHT = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -47,7 +47,10 @@ class Kernels:
         self.counters: list[Any] = []
         self.error: Exception | None = None
 
-    def choose(self, weight: Any, rows: int, *, library: Any, bias: Any, gated: bool) -> Any:
+    def choose(
+        self, weight: Any, rows: int, *, library: Any, bias: Any, gated: bool, saves: float
+    ) -> Any:
+        assert saves == 0.0
         self.chosen.append((tuple(weight.shape), rows))
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         assert torch.equal(library(x), plain(x, weight, bias, gated))
@@ -57,14 +60,23 @@ class Kernels:
             failed={"p9": "out of resource"},
         )
 
-    def why_not(self, x: Any, weight: Any, bias: Any, gated: bool) -> str:
+    def why_not(self, x: Any, weight: Any, bias: Any, gated: bool, *, normed: Any, add: Any) -> str:
+        assert normed is None and add is None
         return "" if x.is_contiguous() else "rows with gaps"
 
     def make_counters(self, weight: Any, config: Config) -> torch.Tensor:
         return torch.zeros(1)
 
     def skinny_linear(
-        self, x: Any, weight: Any, bias: Any, *, config: Config, counters: Any, gated: bool
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        *,
+        config: Config,
+        counters: Any,
+        gated: bool,
+        normed: Any,
     ) -> torch.Tensor:
         self.counters.append(counters)
         if self.error:
@@ -364,6 +376,9 @@ def test_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (hooks_linear.HEAD, "around"),
         (hooks_linear.DRAFT_HEAD, "around"),
     ]
+    norm: list[str] = []
+    hooks_linear.register(lambda target, hook, how: norm.append(target), kind, ["norm"])
+    assert norm == [hooks_linear.APPLY, *hooks_linear.MLPS, *hooks_norm.MODELS, hooks_norm.NORM]
     path = tmp_path / "choices.jsonl"
     path.write_text("no choices\n")
     monkeypatch.setenv(hooks_linear.CHOICES, str(path))

@@ -180,7 +180,7 @@ def test_kernels_of_our_own_are_asked_for_and_refused(
     assert launch.environment_dict()["SPLITSERVE_KERNELS"] == "all"
     refused("need a GPU of Hopper or later", Request(**static, gpu=Gpu.AMPERE, **dense))
     plain = {"profile": Profile.PLAIN, "target_path": dense["target_path"], "gpu": Gpu.HOPPER}
-    for parts in (("attention",), ("markov", "rope")):
+    for parts in (("attention",), ("markov", "rope"), ("norm",)):
         refused("no effect without a DSPARK profile", Request(**plain, kernels=parts))
     assert build_launch(Request(**plain, kernels=("linear",))).environment_dict()
     for other in ({"gpu": Gpu.BLACKWELL}, {"arguments": {"attention_backend": "triton"}}):

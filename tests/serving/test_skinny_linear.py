@@ -281,6 +281,17 @@ def test_the_fastest_by_a_margin_is_chosen(
     assert list(found.microseconds) == names and not found.failed
 
 
+def test_what_a_kernel_saves_besides_counts(skinny: ModuleType) -> None:
+    _, weight, _ = make(1, 48, 128)
+    config = skinny.Config.parse("m8n16k64s3w4p1")
+    names = ["library", str(config)]
+    for saves, name in ((0.0, names[0]), (1.0, names[0]), (1.5, names[1])):
+        timer = fixed_timer(dict(zip(names, (10.0, 11.0), strict=True)), names)
+        found = skinny.choose(weight, 5, configs=[config], timer=timer, saves=saves)
+        assert found.name == name
+        assert found.microseconds == {names[0]: 10.0 + saves, names[1]: 11.0}
+
+
 def test_what_fails_or_differs_is_not_chosen(
     skinny: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +329,7 @@ def test_what_fails_or_differs_is_not_chosen(
     (
         *("m8n64k128s5w4p1", "m16n64k128s3w4p4", "m8n32k256s5w4p2t", "m16n64k128s3w4p1 gated"),
         *("m8n64k128s5w4p4td", "m16n16k256s6w4p1d", "m8n32k32s3w4p2d"),
+        *("m8n32k256s5w4p1 add", "m16n64k256s4w4p2t add", "m16n64k128s3w4p1 gated normed"),
     ),
 )
 def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +341,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     skinny_linear = copy_module("serving.kernels.skinny_linear", monkeypatch)
-    name, _, gated = name.partition(" ")
+    name, *more = name.split()
     config, kernel = skinny_linear.Config.parse(name), skinny_linear.skinny_linear_kernel
     constants = {
         "BLOCK_M": config.block_m,
@@ -340,13 +352,19 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
         "EVEN_K": True,
         "PDL_LINES": config.pdl_lines,
         "UPCAST": False,
-        "GATED": bool(gated),
+        "GATED": "gated" in more,
+        "SUMS": 128,
         "bias_ptr": None,
     }
     types = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
     types |= dict.fromkeys(("rows", "N", "K", "w_stride"), "i32")
     if config.split_k > 1:
         types |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    if "add" in more:
+        types |= dict.fromkeys(("residual_ptr", "gain_ptr", "h_ptr"), "*bf16")
+        types["squares_ptr"] = "*fp32"
+    if "normed" in more:
+        types |= {"sums_ptr": "*fp32", "num_sums": "i32", "eps": "fp32"}
     if config.tma:
         types["x_desc"] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
         types["w_desc"] = f"tensordesc<bf16[{config.block_n}, {config.block_k}]>"
@@ -359,7 +377,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
         {
             (place,): [["tt.divisibility", 16]]
             for place, key in enumerate(arguments)
-            if key in types and key != "rows" and "desc" not in key
+            if key in types and key not in ("rows", "num_sums", "eps") and "desc" not in key
         },
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -375,10 +393,18 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Any, monkeypatch: pytest.Mo
     assert ("atom.global.gpu.acq_rel" in text) == (config.split_k > 1)
     assert ("griddepcontrol.wait" in text) == config.pdl
     assert made.metadata.shared <= 227 * 1024
+    named = [word for word in ("normed", "add") if word in more]
+    assert made.metadata.name == "_".join(["skinny_linear", *named, "kernel"])
+    if named:
+        # On their way before the loop begins, used behind it.
+        assert text.index("ld.global") < text.index(copies)
     if config.pdl:
         wait = text.index("griddepcontrol.wait")
         assert text.index("prefetch.global.L2") < wait < text.index(copies)
         assert wait < text.index("st.global")
+        # Inside the loop, behind its copies: what comes next starts when these are on their way.
+        assert text.count("griddepcontrol.launch_dependents") == 1
+        assert text.index(copies) < text.index("griddepcontrol.launch_dependents")
     if config.split_k > 1:
         # Parts, a barrier, the count, a barrier, the parts again.
         count = text.index("atom.global.gpu.acq_rel")
