@@ -20,8 +20,15 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import all_gather_dp_groups
+
+try:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.utils import all_gather_dp_groups
+except ImportError as error:
+    raise ValueError(
+        f"deepspeed {deepspeed.__version__}: {error}; allowed: versions that have it, such as "
+        "0.19.8; install deepspeed==0.19.8"
+    ) from error
 
 _USED = (
     "_lazy_init_hp_params_optimizer_state",
@@ -38,6 +45,7 @@ _USED = (
     "fp32_groups_gradients_flat",
     "fp32_groups_has_gradients",
     "get_grads_for_reduction",
+    "immediate_grad_update",
     "is_gradient_accumulation_boundary",
     "nccl_start_alignment_factor",
     "optimizer",
@@ -55,7 +63,7 @@ def take_over(optimizer: Any) -> None:
     Raises:
         ValueError: the DeepSpeed that is installed lacks what this builds on.
     """
-    if not isinstance(optimizer, BF16_Optimizer) or not optimizer.immediate_grad_update:
+    if not isinstance(optimizer, BF16_Optimizer):
         return
     lacking = [name for name in _USED if not hasattr(optimizer, name)]
     if lacking:
@@ -63,6 +71,8 @@ def take_over(optimizer: Any) -> None:
             f"deepspeed {deepspeed.__version__}: its BF16_Optimizer has no {', '.join(lacking)}; "
             "allowed: versions that do, such as 0.19.8; install deepspeed==0.19.8"
         )
+    if not optimizer.immediate_grad_update:
+        return
     assert isinstance(optimizer.optimizer, torch.optim.AdamW), type(optimizer.optimizer)
     assert all(not group["amsgrad"] for group in optimizer.param_groups), "AdamW without amsgrad"
     kernels: ModuleType | None = None

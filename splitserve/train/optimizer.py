@@ -84,18 +84,30 @@ def initialise_engine(
     """
     import deepspeed
 
-    from splitserve.train.accumulate import take_over
-
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=train.learning_rate,
-        betas=(train.betas[0], train.betas[1]),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        fused=True,
+        model.parameters(), lr=train.learning_rate, fused=True, **_adamw_settings(train)
     )
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(train, world_size)
     )
-    take_over(engine.optimizer)
+    if train.dtype == "bfloat16":
+        from splitserve.train.accumulate import take_over
+
+        take_over(engine.optimizer)
     return engine, optimizer
+
+
+def apply_settings(engine: Any, train: TrainSettings) -> None:
+    """Let an engine that has read a checkpoint go on with the run's settings, not with those of
+    then: DeepSpeed keeps them beside the optimizer's state. The learning rate is set every step."""
+    engine.optimizer.clip_grad = train.clip_norm
+    for group in engine.optimizer.param_groups:
+        group.update(_adamw_settings(train))
+
+
+def _adamw_settings(train: TrainSettings) -> dict[str, Any]:
+    return {
+        "betas": (train.betas[0], train.betas[1]),
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+    }

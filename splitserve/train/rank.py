@@ -38,7 +38,7 @@ from splitserve.train.checkpoint import (
 )
 from splitserve.train.lr import learning_rate
 from splitserve.train.metrics import MetricWindow
-from splitserve.train.optimizer import init_process_group, initialise_engine
+from splitserve.train.optimizer import apply_settings, init_process_group, initialise_engine
 from splitserve.train.prefetch import Prefetcher, StepPlan
 from splitserve.train.snapshots import SnapshotWriter
 from splitserve.train.spec import TrainerSpec
@@ -94,6 +94,7 @@ class TrainerRank:
         if spec.resume_from:
             channel.state = f"reading {spec.resume_from}"
             self._step = load_checkpoint(self._engine, Path(spec.resume_from), self._meta)
+            apply_settings(self._engine, spec.train)
         self._metrics = MetricWindow(spec.world_size)
 
     # --- the loop --------------------------------------------------------------------------------

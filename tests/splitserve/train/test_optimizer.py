@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from serving.ports import free_port
 from splitserve.settings import TrainSettings
 from splitserve.train import optimizer
 from splitserve.train.optimizer import (
+    apply_settings,
     deepspeed_config,
     init_process_group,
     initialise_engine,
@@ -335,7 +338,7 @@ def test_resumed_windows_are_the_same_to_the_last_bit(kernels: Any, tmp_path: Pa
         run_window(engine, window, 0, "cpu")
         engine.step()
     resumed, _, _ = new_engine(kernels)
-    # What it did before is forgotten, half a window included.
+    # What it did before is forgotten.
     run_window(resumed, 0, 0, "cpu")
     resumed.step()
     resumed.load_checkpoint(str(tmp_path), tag="state")
@@ -344,6 +347,23 @@ def test_resumed_windows_are_the_same_to_the_last_bit(kernels: Any, tmp_path: Pa
         resumed.step()
     for found, wanted in zip(state_of(resumed), state_of(engine), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("bfloat16", 1), ("bfloat16", 2), ("float32", 1)])
+def test_a_resumed_run_goes_on_with_its_own_settings(
+    dtype: str, stage: int, tmp_path: Path
+) -> None:
+    then = replace(TRAIN, dtype=dtype, zero_stage=stage)
+    engine, _ = initialise_engine(Model(), then, 1)
+    engine.save_checkpoint(str(tmp_path), tag="state", save_latest=False)
+    now = replace(then, clip_norm=0.125, weight_decay=0.5, betas=[0.5, 0.75], eps=1e-3)
+    resumed, adamw = initialise_engine(Model(), now, 1)
+    resumed.load_checkpoint(str(tmp_path), tag="state")
+    assert resumed.optimizer.clip_grad == then.clip_norm != now.clip_norm
+    apply_settings(resumed, now)
+    assert resumed.optimizer.clip_grad == now.clip_norm
+    for group in adamw.param_groups:
+        assert (*group["betas"], group["eps"], group["weight_decay"]) == (0.5, 0.75, 1e-3, 0.5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -390,6 +410,11 @@ def test_a_deepspeed_without_what_is_built_on_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(accumulate, "_USED", (*accumulate._USED, "not_there"))
     with pytest.raises(ValueError, match="BF16_Optimizer has no not_there"):
+        new_engine(None)
+    # What it does not name is not there either.
+    monkeypatch.delattr("deepspeed.runtime.utils.all_gather_dp_groups")
+    monkeypatch.delitem(sys.modules, accumulate.__name__)
+    with pytest.raises(ValueError, match=r"all_gather_dp_groups.*install deepspeed"):
         new_engine(None)
 
 
