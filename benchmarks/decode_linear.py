@@ -38,6 +38,7 @@ from torch.nn import functional as F
 
 from benchmarks.record import write_record
 from serving.hooks_linear import KeptChoices, Shape
+from serving.kernels import linear_choice
 from serving.kernels import skinny_linear as skinny
 
 LIBRARY = skinny.LIBRARY
@@ -208,7 +209,7 @@ def configurations(product: Product, options: argparse.Namespace) -> list[skinny
         return [skinny.Config.parse(name) for name in options.configs]
     # Sizes and a device, no memory.
     weight = torch.empty(1, device=options.device).expand(product.num_out, product.num_in)
-    found = list(skinny.device_candidates(weight, options.rows, product.gated))
+    found = list(linear_choice.device_candidates(weight, options.rows, product.gated))
     found += [replace(c, split_k=int(split)) for split in options.splits for c in found]
     return list(dict.fromkeys(found))
 
@@ -332,10 +333,10 @@ def time_norms(products: dict[str, Product], options: argparse.Namespace) -> dic
     for name in ("o", "mlp", "down", "qkv"):
         product = products[name]
         layers[name], _ = make_inputs(product, options.rows, options.device)
-        rows = skinny.row_bucket(options.rows)
+        rows = linear_choice.row_bucket(options.rows)
         shape = Shape(product.num_out, product.num_in, rows, "bfloat16", False, product.gated)
         found = kept.get(shape, LIBRARY)
-        first = skinny.device_candidates(layers[name][0], options.rows, product.gated)[0]
+        first = linear_choice.device_candidates(layers[name][0], options.rows, product.gated)[0]
         config = first if found == LIBRARY else skinny.Config.parse(found)
         configs[name] = replace(config, pdl=options.dependent)
     counters = {
@@ -470,9 +471,9 @@ def step_totals(found: dict[str, Timings]) -> dict[str, float]:
 def keep(timings: Timings, options: argparse.Namespace) -> None:
     """Add a choice to the file; one that it has stays."""
     product, name = timings.product, timings.fastest(dependent=False)
-    if timings.median(name) > timings.median(LIBRARY) * (1 - skinny.LEAST_GAIN):
+    if timings.median(name) > timings.median(LIBRARY) * (1 - linear_choice.LEAST_GAIN):
         name = LIBRARY
-    rows = skinny.row_bucket(options.rows)
+    rows = linear_choice.row_bucket(options.rows)
     shape = Shape(product.num_out, product.num_in, rows, "bfloat16", False, product.gated)
     KeptChoices(options.choices).keep(shape, name)
 

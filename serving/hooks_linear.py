@@ -150,6 +150,7 @@ class Products:
         self.norms = Norms()
         self.plans: dict[Shape, Plan] = {}
         self.kernels: Any = None
+        self.choice: Any = None
 
     def linear(
         self, original: Callable[..., Any], method: Any, layer: Any, x: Any, bias: Any = None
@@ -296,12 +297,12 @@ class Products:
             logger.warning("%s%s stays SGLang's: batch-invariant operators", LOG_MARK, shape)
             return
         if self.kernels is None:
-            from serving.kernels import skinny_linear
+            from serving.kernels import linear_choice, skinny_linear
 
-            self.kernels = skinny_linear
+            self.kernels, self.choice = skinny_linear, linear_choice
         name = self.kept.names.get(shape)
         if name is None:
-            found = self.kernels.choose(
+            found = self.choice.choose(
                 *(weight, shape.rows),
                 library=library,
                 bias=bias,

@@ -48,7 +48,7 @@ def start(folder: Path) -> None:
     from transformers import Qwen3Config
 
     from serving import hooks_kernels, hooks_linear
-    from serving.kernels import skinny_linear
+    from serving.kernels import linear_choice
     from splitserve.engine import rotary_shim
 
     rotary_shim.install()
@@ -80,7 +80,7 @@ def start(folder: Path) -> None:
     hooks_linear.is_capturing = lambda: False
     found = SimpleNamespace(name="m8n32k32s3w4p2", microseconds={}, failed={})
     found.microseconds = {found.name: 1.0, "library": 2.0}
-    skinny_linear.choose = lambda *_, **__: found
+    linear_choice.choose = lambda *_, **__: found
     hooks_kernels.register(HookRegistry.register, HookType, PARTS)
     HookRegistry.apply_hooks()
 

@@ -37,7 +37,7 @@ class Config(NamedTuple):
 
 
 class Kernels:
-    """In place of serving.kernels.skinny_linear: products one too large, so that they show."""
+    """In place of skinny_linear and linear_choice: products one too large, so that they show."""
 
     Config = Config
 
@@ -115,7 +115,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 def make_products(choice: str = "p1", path: Path | None = None) -> tuple[Products, Kernels]:
     products = Products(KeptChoices(path))
-    products.kernels = kernels = Kernels(choice)
+    products.kernels = products.choice = kernels = Kernels(choice)
     return products, kernels
 
 

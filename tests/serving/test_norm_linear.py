@@ -179,4 +179,4 @@ def test_what_is_refused(skinny: ModuleType) -> None:
     many = normed._replace(sums=torch.zeros(513, 5, device=DEVICE))
     assert "does not fit" in skinny.why_not(y, given.behind, normed=many)
     with pytest.raises(ValueError, match="does not fit"):
-        skinny.skinny_linear(y, given.behind, normed=many)
+        skinny.skinny_linear(y, given.behind, config=first, normed=many)
