@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.demo_cpu import run_figures
+from benchmarks.options import positive, record_file, run_folder
 from benchmarks.record import write_record
 from splitserve.compose import compose_resumed
 from splitserve.eval.spec import EvaluatorSpec
@@ -138,6 +139,8 @@ def pace_figures(run: Path) -> dict[str, float]:
     means = ("trainer_wait_fraction", "engine_idle_fraction", "ring_fill")
     for name in (*means, "target_tokens_per_second", "answers_per_second"):
         figures[name] = statistics.fmean(row[name] for row in settled)
+    if "trainer_peak_memory_gb" not in last:
+        raise ValueError(f"--run={run}: a run without GPUs; name one that had them")
     figures["trainer_peak_memory_gb"] = last["trainer_peak_memory_gb"]
     for name in (name for name in last if name.startswith("gpu_")):
         figures[name] = max(row[name] for row in train)
@@ -153,7 +156,13 @@ def pace_figures(run: Path) -> dict[str, float]:
     return figures
 
 
-def record(run: Path, name: str, extra: Sequence[Path], command: str, like: Path | None) -> None:
+def record(
+    run: Path,
+    name: str,
+    extra: Sequence[Mapping[str, Any]],
+    command: str,
+    like: Mapping[str, Any] | None,
+) -> None:
     """Write the record of a finished run with what its steps have measured."""
     figures: dict[str, Any] = loop_figures(run)
     figures["accept_length_served"] = figures["accept_length_end"]
@@ -175,8 +184,8 @@ def record(run: Path, name: str, extra: Sequence[Path], command: str, like: Path
             domains = found["all"]["domains"]
             figures["accept_length_cold_start"] = domains["all"]["accept_length"]
             figures["accept_length_single"] = found["single"]["domains"]["all"]["accept_length"]
-    for path in extra:
-        figures |= json.loads(path.read_text())["figures"]
+    for other in extra:
+        figures |= other["figures"]
     write_record(name, figures, command=command, like=like)
 
 
@@ -184,16 +193,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("step", choices=[*STEPS, "record"])
-    parser.add_argument("--run", type=Path, required=True, help="folder of the finished run")
-    parser.add_argument("--num-single", type=int, default=40, help="prompts answered one by one")
-    parser.add_argument("--single-tokens", type=int, default=256, help="longest answer of those")
+    parser.add_argument("--run", type=run_folder, required=True, help="folder of the finished run")
+    parser.add_argument("--num-single", type=positive, default=40, help="answered one by one")
+    parser.add_argument("--single-tokens", type=positive, default=256, help="longest of those")
     parser.add_argument("--name", default="gpu1_smollm2", help="name of the record")
-    parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
-    parser.add_argument("--like", type=Path, help="a record from the machine of the run")
+    parser.add_argument("--add", type=record_file, nargs="*", default=[], help="records to take in")
+    parser.add_argument("--like", type=record_file, help="a record from the machine of the run")
     parser.add_argument("--command", default="", help="the command that made the run")
     options = parser.parse_args(argv)
     if options.step == "record":
-        record(options.run, options.name, options.add, options.command, options.like)
+        try:
+            record(options.run, options.name, options.add, options.command, options.like)
+        except ValueError as error:
+            parser.error(str(error))
         return 0
     if options.step == "embedded":
         found = embedded(options.run)

@@ -24,7 +24,7 @@ def write_record(
     *,
     command: str = "",
     folder: Path | None = None,
-    like: Path | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the figures with what they hang on, and print the same object as one line.
 
@@ -45,8 +45,7 @@ def write_record(
         "figures": dict(figures),
     }
     if like is not None:
-        other = json.loads(like.read_text())
-        record |= {key: other[key] for key in ("commit", "device", "versions", "date")}
+        record |= {key: like[key] for key in ("commit", "device", "versions", "date")}
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -34,6 +34,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.options import positive, record_file
 from benchmarks.record import ROOT, write_record
 from dspark.config import DraftConfig
 from serving.bench import Run, compare
@@ -121,14 +122,9 @@ def write_configs(model: str, folder: Path, block_size: int) -> tuple[str, str]:
 
 def base_options(given: argparse.Namespace) -> MeasureOptions:
     """SGLang's default for a target and its draft: static verification, nothing folded."""
-    arguments = dict(pair.partition("=")[::2] for pair in given.args)
+    arguments = dict(given.args)
     target, draft = given.target, given.draft
     if given.model == "smollm2":
-        if not target or not draft:
-            raise ValueError(
-                "target and draft are not named; allowed: the folders of a finished run; name them "
-                "with --target and --draft"
-            )
         prompts = given.prompts or str(ROOT / "recipes" / "smollm2_prompts.jsonl")
     else:
         target, draft = write_configs(given.model, Path(given.work) / "models", given.block_size)
@@ -138,7 +134,7 @@ def base_options(given: argparse.Namespace) -> MeasureOptions:
         profile="dspark_static",
         target=target,
         draft=draft,
-        args={name: yaml.safe_load(str(value)) for name, value in arguments.items()},
+        args=arguments,
         prompts=prompts,
         number=given.number,
         output_tokens=given.tokens,
@@ -286,6 +282,18 @@ def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], None])
     return succeeded
 
 
+def argument(text: str) -> tuple[str, Any]:
+    """An argument of SGLang's, NAME=VALUE, the value as YAML reads it."""
+    name, equals, value = text.partition("=")
+    try:
+        found = yaml.safe_load(value)
+    except yaml.YAMLError:
+        equals = ""
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not usable; allowed: NAME=VALUE")
+    return name, found
+
+
 async def _awaited(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
     return await work()
 
@@ -299,20 +307,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="", help="target folder (smollm2)")
     parser.add_argument("--draft", default="", help="exported draft (smollm2)")
     parser.add_argument("--prompts", default="", help="JSON lines with messages (smollm2)")
-    parser.add_argument("--number", type=int, default=2, help="prompts")
-    parser.add_argument("--tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--block-size", type=int, default=7, help="of a random draft")
-    parser.add_argument("--rounds", type=int, default=3, help="of a comparison")
+    parser.add_argument("--number", type=positive, default=2, help="prompts")
+    parser.add_argument("--tokens", type=positive, default=256, help="of an answer")
+    parser.add_argument("--block-size", type=positive, default=7, help="of a random draft")
+    parser.add_argument("--rounds", type=positive, default=3, help="of a comparison")
     parser.add_argument("--fold", default="all", help="what the changed side of pair folds")
     parser.add_argument("--kernels", default="", help="and which kernels of our own it has")
     parser.add_argument("--work", default="serving_work", help="folder for logs and traces")
     parser.add_argument("--folder", type=Path, default=None, help="folder of the record")
-    parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
-    parser.add_argument("--args", nargs="*", default=[], help="SGLang arguments, NAME=VALUE")
+    parser.add_argument("--add", type=record_file, nargs="*", default=[], help="records to take in")
+    parser.add_argument(
+        "--args", nargs="*", type=argument, default=[], help="of SGLang, NAME=VALUE"
+    )
     given = parser.parse_args(argv)
+    if given.model == "smollm2" and not (given.target and given.draft):
+        parser.error("smollm2 takes --target and --draft; allowed: folders of a finished run")
     earlier: dict[str, Any] = {}
-    for path in given.add:
-        earlier |= json.loads(path.read_text())["figures"]
+    for other in given.add:
+        earlier |= other["figures"]
 
     def record(figures: dict[str, Any]) -> None:
         write_record(f"serving_{given.model}", {**earlier, **figures}, folder=given.folder)

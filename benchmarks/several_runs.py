@@ -11,12 +11,12 @@ Writes `benchmarks/results/NAME.json`.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.demo_cpu import run_figures
 from benchmarks.gpu_loop import accept_curve, pace_figures
+from benchmarks.options import record_file, run_folder
 from benchmarks.record import write_record
 from splitserve.run.folder import METRICS_NAME, read_json_lines
 
@@ -33,22 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("name", help="of the record")
     parser.add_argument("--runs", nargs="+", required=True, metavar="LABEL=FOLDER")
-    parser.add_argument("--add", type=Path, nargs="*", default=[], help="records to take in")
-    parser.add_argument("--like", type=Path, help="a record from the machine of the runs")
+    parser.add_argument("--add", type=record_file, nargs="*", default=[], help="records to take in")
+    parser.add_argument("--like", type=record_file, help="a record from the machine of the runs")
     parser.add_argument("--command", default="", help="the commands that made the runs")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args(argv)
     figures: dict[str, float] = {}
-    for path in options.add:
-        figures |= json.loads(path.read_text())["figures"]
-    for text in options.runs:
-        label, equals, folder = text.partition("=")
+    for other in options.add:
+        figures |= other["figures"]
+    runs = [text.partition("=") for text in options.runs]
+    for text, (label, equals, _) in zip(options.runs, runs, strict=True):
         if not equals:
             parser.error(f"--runs {text}: allowed: LABEL=FOLDER; write =FOLDER for no label")
+        if [other for other, *_ in runs].count(label) > 1:
+            parser.error(f"--runs: the label {label!r} is there twice; allowed: each once")
+    for label, _, folder in runs:
         prefix = f"{label}_" if label else ""
-        run = Path(folder)
-        found = pace_figures(run) | accept_curve(run) | final_figures(run)
-        figures |= {f"{prefix}{name}": value for name, value in found.items()}
+        try:
+            run = run_folder(folder)
+            found = pace_figures(run) | accept_curve(run) | final_figures(run)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            parser.error(f"--runs: {error}")
+        named = {f"{prefix}{name}": value for name, value in found.items()}
+        if both := sorted(figures.keys() & named):
+            parser.error(f"--runs, --add: two figures {both[0]}; give the run a label of its own")
+        figures |= named
     write_record(
         options.name, figures, command=options.command, folder=options.out, like=options.like
     )

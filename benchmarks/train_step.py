@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import positive
 from benchmarks.record import write_record
 from dspark.attention import ContextBounds, attend
 from dspark.batch import TrainingBatch, TrainingSample, batch_denominators, lay_out
@@ -497,16 +498,16 @@ def long_context(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="8b")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--block", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--anchors", type=positive, default=512)
+    parser.add_argument("--block", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, default=20)
     parser.add_argument("--chunk-rows", type=int, default=0)
     parser.add_argument("--deepspec", type=Path, help="a checkout of DeepSpec to run beside")
     parser.add_argument("--profile", action="store_true", help="print the step's kernels")
     parser.add_argument("--float8", action="store_true", help="also with objective.float8_logits")
     parser.add_argument("--parts", action="store_true", help="also each part alone")
-    parser.add_argument("--optimizer", type=int, default=0, metavar="ACCUMULATION")
+    parser.add_argument("--optimizer", type=positive, default=0, metavar="ACCUMULATION")
     parser.add_argument("--block16", action="store_true", help="also with blocks of 16")
     parser.add_argument("--long", action="store_true", help="instead: 32,768 and 131,072 tokens")
     parser.add_argument("--name", default="", help="of the record; by default the geometry")
@@ -514,6 +515,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device is there; allowed: a machine with one")
+    if args.deepspec and not (args.deepspec / "deepspec").is_dir():
+        parser.error(f"--deepspec {args.deepspec} has no folder deepspec; name a checkout of it")
     geometry = GEOMETRIES[args.geometry]
     shape = Shape(args.tokens, args.anchors, args.block)
     objective = ObjectiveConfig(chunk_rows=args.chunk_rows)

@@ -133,8 +133,17 @@ def compose_resumed(stored: Path, arguments: Sequence[str]) -> RunSettings:
     try:
         base = OmegaConf.merge(schema(), OmegaConf.load(stored))
         before = _to_object(base)
-        after = _to_object(OmegaConf.merge(base, OmegaConf.from_dotlist(overrides)))
     except (OmegaConfBaseException, OSError, YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            "run_dir",
+            str(stored.parent),
+            f"the folder of a run that this version can read; its {stored.name}: {reason}",
+            "name another folder, or start a new run without resume=true",
+        ) from error
+    try:
+        after = _to_object(OmegaConf.merge(base, OmegaConf.from_dotlist(overrides)))
+    except (OmegaConfBaseException, YAMLError) as error:
         raise _explain(error, overrides) from error
     _refuse_other_run(before, after)
     return after

@@ -128,8 +128,15 @@ def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: P
 
 
 def test_smollm2_needs_its_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--target and --draft"):
-        script.main(["smollm2", "--folder", str(tmp_path)])
+    for given, message in (
+        (["smollm2"], "smollm2 takes --target and --draft"),
+        (["8b", "--number", "0"], "a whole number from 1"),
+        (["8b", "--args", "foo"], "allowed: NAME=VALUE"),
+        (["8b", "--args", "foo=["], "allowed: NAME=VALUE"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main([*given, "--folder", str(tmp_path)])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["8b", "ling3_tiny", "ling3"])

@@ -315,3 +315,12 @@ def test_every_setting_is_read_somewhere() -> None:
         if not found[field] & {group, "settings", *names.get(group, ())}
     ]
     assert unread == []
+
+
+def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
+    stored = tmp_path / "config.yaml"
+    stored.write_text("engine: {of_another_version: 1}\n")
+    with pytest.raises(UserError, match=r"run_dir='.*config\.yaml: .*of_another_version.*start a"):
+        compose_resumed(stored, [])
+    with pytest.raises(UserError, match=r"run_dir='.*name another folder"):
+        compose_resumed(tmp_path / "none.yaml", [])

@@ -62,3 +62,14 @@ def test_runs_come_into_one_record_under_their_labels(
     with pytest.raises(SystemExit):
         several_runs.main(["two", "--runs", str(tmp_path), "--out", str(tmp_path)])
     assert "write =FOLDER for no label" in capsys.readouterr().err
+    given = ["--like", str(tmp_path / "two.json"), "--out", str(tmp_path / "more")]
+    for runs, message in (
+        ([f"a={run}", f"a={run}"], "the label 'a' is there twice"),
+        (["a=missing"], "missing has no config.yaml"),
+        ([f"={run}", "--add", str(tmp_path / "two.json")], "give the run a label of its own"),
+        ([f"a={run}", "--add", str(run / "config.yaml")], "a record that a benchmark has written"),
+    ):
+        with pytest.raises(SystemExit):
+            several_runs.main(["three", *given, "--runs", *runs])
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "more").exists()
