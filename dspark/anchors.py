@@ -40,20 +40,27 @@ def draw_anchors(
 
 
 def block_labels(
-    token_ids_S: torch.Tensor, loss_mask_S: torch.Tensor, anchors_A: torch.Tensor, block_size: int
+    token_ids_S: torch.Tensor,
+    loss_mask_S: torch.Tensor,
+    anchors_A: torch.Tensor,
+    block_size: int,
+    ends_A: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The token that each block row is to predict, and whether it counts.
 
     Row g of the block at p predicts the token p+1+g. Labels count while they stay inside the
-    sequence and everything from p+1 on is supervised. With tokens 10 11 12 13 14, mask 0 1 1 0 1,
+    document and everything from p+1 on is supervised. With tokens 10 11 12 13 14, mask 0 1 1 0 1,
     anchor 1 and three rows, the labels are 12 13 14 and only the first counts.
+
+    Args:
+        ends_A: int64, where the document of each anchor ends; by default where the sequence does.
 
     Returns:
         labels int64 [A, G] (0 where there is none) and valid bool [A, G].
     """
     length = token_ids_S.shape[0]
     places = anchors_A.unsqueeze(1) + 1 + torch.arange(block_size)
-    inside = places < length
+    inside = places < (length if ends_A is None else ends_A.unsqueeze(1))
     places = places.clamp(max=length - 1)
     supervised = loss_mask_S[places] & inside
     valid = supervised.long().cumprod(dim=1).bool()

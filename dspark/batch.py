@@ -164,31 +164,30 @@ def lay_out(
     starts = torch.zeros_like(anchors)
     labels = torch.zeros(batch, places_per_row, block_size, dtype=torch.int64)
     valid = torch.zeros_like(labels, dtype=torch.bool)
-    start = place = 0
-    for index, (sample, size) in enumerate(zip(samples, sizes, strict=True)):
-        row = index
-        if row_tokens:
-            row = 0
-        else:
-            start = place = 0
-        slots = slice(start, start + size)
-        token_ids[row, slots] = sample.token_ids_S
-        positions[row, slots] = torch.arange(size)
-        drawn = draw_anchors(
-            sample.loss_mask_S,
-            num_anchors,
-            seed=seed,
-            epoch=sample.epoch,
-            sample_id=sample.sample_id,
+    rows = [samples] if row_tokens and samples else [[sample] for sample in samples]
+    for row, documents in enumerate(rows):
+        lengths = torch.tensor([s.token_ids_S.shape[0] for s in documents])
+        drawn = [
+            draw_anchors(
+                s.loss_mask_S, num_anchors, seed=seed, epoch=s.epoch, sample_id=s.sample_id
+            )
+            for s in documents
+        ]
+        counts = torch.tensor([len(places) for places in drawn])
+        ends = lengths.cumsum(0)
+        begins = ends - lengths
+        tokens, mask = (
+            torch.cat([getattr(s, name) for s in documents])
+            for name in ("token_ids_S", "loss_mask_S")
         )
-        places = slice(place, place + drawn.shape[0])
-        anchors[row, places] = drawn + start
-        starts[row, places] = start
-        labels[row, places], valid[row, places] = block_labels(
-            sample.token_ids_S, sample.loss_mask_S, drawn, block_size
+        num_tokens, num_places = tokens.shape[0], int(counts.sum())
+        token_ids[row, :num_tokens] = tokens
+        positions[row, :num_tokens] -= begins.repeat_interleave(lengths)
+        starts[row, :num_places] = of_anchor = begins.repeat_interleave(counts)
+        anchors[row, :num_places] = at = torch.cat(drawn) + of_anchor
+        labels[row, :num_places], valid[row, :num_places] = block_labels(
+            tokens, mask, at, block_size, ends.repeat_interleave(counts)
         )
-        start += size
-        place += drawn.shape[0]
     slots_U, of_row_N, bounds_M2 = unique_targets(anchors, valid, length)
     if row_tokens:
         slots_U = F.pad(slots_U, (0, row_tokens - slots_U.shape[0]))
