@@ -48,15 +48,14 @@ def served(run: Path, *, with_draft: bool, num_single: int, single_tokens: int) 
     from serving.offline import OfflineEngine, OfflineSettings
 
     settings, plan, spec = load(run)
-    longest = longest_request(settings, plan)
+    places = longest_request(settings, plan) + CONTEXT_MARGIN_TOKENS
     export = str(RunFolder(run).export.resolve())
-    window = context_window(plan.target.config) or longest + 64
     engine_settings = OfflineSettings(
         target_path=spec.target_path,
         draft_path=export if with_draft else "",
         dtype=spec.dtype,
         # SGLang keeps some tokens back; more places than the target has it refuses.
-        context_length=min(longest + CONTEXT_MARGIN_TOKENS, window),
+        context_length=min(places, context_window(plan.target.config) or places),
         max_running_requests=settings.engine.max_running_requests,
         attention_backend=settings.engine.attention_backend,
         memory_fraction=0.5,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from serving.hooks_kernels import LOG_MARK
+from serving.hooks_kernels import LOG_MARK, SayOnce
 
 FORWARD = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend"
 MAX_REQUESTS = 8
@@ -85,7 +85,7 @@ class DecodeAttention:
 
     def __init__(self) -> None:
         self.failed = False
-        self._said: set[str] = set()
+        self._say = SayOnce()
 
     def around_forward(
         self,
@@ -153,12 +153,6 @@ class DecodeAttention:
         rows = f"{metadata.max_seq_len_q} query tokens a request"
         self._say(f"decode attention is active, {'' if is_causal(layer) else 'not '}causal, {rows}")
         return out_THD.view(len(q_THD), -1)
-
-    def _say(self, line: str) -> None:
-        """Once: this is called for every layer."""
-        if line not in self._said:
-            self._said.add(line)
-            logger.warning("%s%s", LOG_MARK, line)
 
 
 def save(backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor | None) -> None:

@@ -29,6 +29,18 @@ LOG_MARK = "kernels: "
 logger = logging.getLogger("serving.kernels")
 
 
+class SayOnce:
+    """Logs a line when it is given for the first time: hooks are called for every layer."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            logger.warning("%s%s", LOG_MARK, line)
+
+
 def parse_kernels(text: str) -> tuple[str, ...]:
     """The kernels named in the environment variable; "all" for all.
 

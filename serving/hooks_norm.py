@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from serving.hooks_kernels import LOG_MARK
+from serving.hooks_kernels import LOG_MARK, SayOnce
 
 MODELS = (
     "sglang.srt.models.qwen3.Qwen3Model.forward",
@@ -81,7 +81,7 @@ class Norms:
         self._residual: torch.Tensor | None = None
         self._marks: list[Mark] = []
         self._refused: set[tuple[int, int]] = set()
-        self._said: set[str] = set()
+        self._say = SayOnce()
 
     def register(self, register_hook: Callable[..., None], kind: Any) -> None:
         for target in MODELS:
@@ -182,12 +182,6 @@ class Norms:
         self._say(f"norm is left out where the product behind is SGLang's, {len(x)} rows")
         normed = mark.normed
         return (normed.h.float() * normed.rstd() * normed.gain.float()).to(x.dtype)
-
-    def _say(self, line: str) -> None:
-        """Once: this is called in every forward."""
-        if line not in self._said:
-            self._said.add(line)
-            logger.warning("%s%s", LOG_MARK, line)
 
 
 def end_layer(model: Any) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from serving.hooks_kernels import LOG_MARK
+from serving.hooks_kernels import LOG_MARK, SayOnce
 
 FORWARDS = (
     "sglang.srt.models.qwen3.Qwen3Attention.forward",
@@ -67,7 +67,7 @@ class RopeStore:
 
     def __init__(self) -> None:
         self.failed = False
-        self._said: set[str] = set()
+        self._say = SayOnce()
 
     def around_forward(
         self,
@@ -128,12 +128,6 @@ class RopeStore:
         q = rope_store.rope_store(qkv, *pools, slots, positions, cos_sin, norms=norms, eps=eps)
         self._say(f"rope is active for {type(layer).__name__}")
         return q
-
-    def _say(self, line: str) -> None:
-        """Once: this is called for every layer."""
-        if line not in self._said:
-            self._said.add(line)
-            logger.warning("%s%s", LOG_MARK, line)
 
 
 def attention_backend() -> Any:

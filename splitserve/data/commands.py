@@ -279,7 +279,7 @@ def _generate(
     console: Console,
 ) -> GenerateCounts:
     # Imported here: preview and stats need neither torch nor a worker.
-    from splitserve.engine.base import EngineSpec
+    from splitserve.engine.base import SPARE_TOKENS, EngineSpec
     from splitserve.run.process import ChildProcess
     from splitserve.transport.layout import RingLayout
     from splitserve.transport.ring import RingOwner
@@ -296,8 +296,8 @@ def _generate(
         dtype=options.dtype,
         device=options.device,
         eos_token_ids=target.eos_token_ids,
-        context_length=options.max_tokens + 64,
-        kv_cache_tokens=options.max_running_requests * (options.max_tokens + 64),
+        context_length=options.max_tokens + SPARE_TOKENS,
+        kv_cache_tokens=options.max_running_requests * (options.max_tokens + SPARE_TOKENS),
         max_running_requests=options.max_running_requests,
         tp_size=options.tp_size,
         num_threads=options.num_threads,

@@ -32,6 +32,10 @@ class EngineError(WorkerError):
     """The engine cannot go on; the message is for the user."""
 
 
+SPARE_TOKENS = 64
+"""Of an engine's context beyond the longest request: SGLang keeps some back."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Everything that an engine process works with. Raises ValueError for impossible values."""

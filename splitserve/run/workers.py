@@ -13,7 +13,7 @@ from dspark.config import DraftConfig
 from dspark.initial import initial_draft
 from dspark.model import DSparkDraft
 from serving.ports import free_port
-from splitserve.engine.base import EngineSpec
+from splitserve.engine.base import SPARE_TOKENS, EngineSpec
 from splitserve.run.coordinator import log_path
 from splitserve.run.folder import RunFolder
 from splitserve.run.memory import memory_fraction
@@ -28,8 +28,6 @@ from splitserve.transport.weights import ExchangeAddress, TensorEntry
 
 FIRST_DRAFT = "first_draft"
 """In the run folder: the draft that an engine starts with, before it is given newer weights."""
-SPARE_TOKENS = 64
-"""Of an engine's context beyond the longest request: SGLang keeps some back."""
 
 
 def exchange_tensors(config: DraftConfig) -> list[TensorEntry]:
