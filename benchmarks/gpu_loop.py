@@ -32,6 +32,7 @@ from splitserve.settings import RunSettings
 from splitserve.target.info import context_window
 
 STEPS = ("plain", "cold", "embedded")
+EMBEDDED_BATCH = 180
 
 
 def load(run: Path) -> tuple[RunSettings, Plan, EvaluatorSpec]:
@@ -91,7 +92,9 @@ def embedded(run: Path) -> dict[str, Any]:
 
     _, _, spec = load(run)
     export = str(RunFolder(run).export.resolve())
-    return evaluate_draft(replace(spec, num_threads=8), export, full=False)["reports"][0]
+    # A round takes its launches' time however many rows it has.
+    spec = replace(spec, num_threads=8, batch_size=EMBEDDED_BATCH)
+    return evaluate_draft(spec, export, full=False)["reports"][0]
 
 
 def loop_figures(run: Path) -> dict[str, float]:

@@ -242,11 +242,11 @@ class EmbeddedDecoder:
         ends: set[int],
     ) -> None:
         """Append what a round committed, cut at the end of each response, and count the round."""
-        for row, (count, following) in enumerate(
-            zip(accepted.tolist(), batch.anchor.tolist(), strict=True)
-        ):
-            result = results[batch.requests[row]]
-            tokens = [*drafts[row, :count].tolist(), following]
+        # One copy of each from the device, not one a row.
+        columns = (accepted.tolist(), drafts.tolist(), batch.anchor.tolist())
+        for request, count, drafted, following in zip(batch.requests, *columns, strict=True):
+            result = results[request]
+            tokens = [*drafted[:count], following]
             room = max_new_tokens - len(result.token_ids)
             end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
             tokens = tokens[: min(room, end)]
