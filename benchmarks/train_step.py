@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 from argparse import Namespace
@@ -243,19 +242,22 @@ def ours(
     }
 
 
+def join_alone() -> None:
+    """A process group of this process, for what reduces over ranks."""
+    if not torch.distributed.is_initialized():
+        init_process_group("cuda:0", rank=0, world_size=1, master_port=29534, timeout_seconds=60.0)
+
+
 def deepspec(folder: Path, geometry: Geometry, shape: Shape, steps: int) -> dict[str, float]:
     """DeepSpec's own model and loss, compiled as its trainer does."""
     sys.path.insert(0, str(folder))
-    import torch.distributed as dist
     from deepspec.modeling.dspark.loss import compute_dspark_loss
     from deepspec.modeling.dspark.qwen3 import Qwen3DSparkModel
     from deepspec.modeling.dspark.qwen3.config import build_draft_config
     from deepspec.utils import metrics
     from transformers import Qwen3Config
 
-    if not dist.is_initialized():
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
-        dist.init_process_group("nccl")
+    join_alone()
     draft = geometry.draft(shape.block)
     target = Qwen3Config(
         hidden_size=draft.hidden_size,
@@ -442,8 +444,7 @@ def optimizer_overhead(
     with_kernels: bool,
 ) -> dict[str, float]:
     """A whole optimizer step through DeepSpeed against its forward and backward passes alone."""
-    if not torch.distributed.is_initialized():
-        init_process_group("cuda:0", rank=0, world_size=1, master_port=29534, timeout_seconds=60.0)
+    join_alone()
     batches = [random_batch(geometry, shape, seed) for seed in range(3)]
     model = build(geometry, shape, objective)
     scales = [[1.0 / float(d) for d in batch_denominators(b, objective)] for b in batches]

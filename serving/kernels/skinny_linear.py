@@ -201,8 +201,9 @@ def skinny_linear_kernel(
         gdc_wait()
     # Loaded before the loop and used behind it, where their way would be waited for.
     if residual_ptr is not None:
-        inside = is_row & (n < N)[:, None]
-        residual = tl.load(residual_ptr + m[None, :] * N + n[:, None], mask=inside, other=0.0)
+        # A name of its own: in a loop a name has one shape.
+        is_out = is_row & (n < N)[:, None]
+        residual = tl.load(residual_ptr + m[None, :] * N + n[:, None], mask=is_out, other=0.0)
         gain = tl.load(gain_ptr + n, mask=n < N, other=0.0)
     if sums_ptr is not None:
         of = tl.arange(0, SUMS)[:, None]
