@@ -58,6 +58,8 @@ def advice(progress: Progress, feeder: Feeder) -> str:
     if idle > 0.2:
         if feeder.engine_is_needed():
             return "more ranks in layout.train would keep up with the target"
+        if feeder.count(State.UNANSWERED):
+            return "the target has taught what is trained on: a lower train.replay would use more"
         return "the target has taught everything: more samples (data.sampling) would use it"
     return ""
 

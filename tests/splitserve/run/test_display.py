@@ -23,18 +23,19 @@ def progress(*, wait: float, idle: float, step: int = 100) -> Progress:
 
 
 @pytest.mark.parametrize(
-    ("wait", "idle", "needed", "word"),
+    ("wait", "idle", "needed", "unanswered", "word"),
     [
-        (0.5, 0.0, True, "layout.target"),
-        (0.0, 0.5, True, "layout.train"),
-        (0.0, 0.5, False, "data.sampling"),
-        (0.1, 0.1, True, ""),
+        (0.5, 0.0, True, 9, "layout.target"),
+        (0.0, 0.5, True, 9, "layout.train"),
+        (0.0, 0.5, False, 9, "a lower train.replay"),
+        (0.0, 0.5, False, 0, "data.sampling"),
+        (0.1, 0.1, True, 9, ""),
     ],
 )
 def test_advice_names_the_half_that_is_short(
-    wait: float, idle: float, needed: bool, word: str
+    wait: float, idle: float, needed: bool, unanswered: int, word: str
 ) -> None:
-    feeder: Any = SimpleNamespace(engine_is_needed=lambda: needed)
+    feeder: Any = SimpleNamespace(engine_is_needed=lambda: needed, count=lambda _: unanswered)
     text = advice(progress(wait=wait, idle=idle), feeder)
     assert (word in text) if word else text == ""
 
