@@ -15,10 +15,6 @@ begun. Writes `decode_linear_MODEL.json` into `--out`: medians of the replays, m
 launch, with the 20th and 80th percentile of torch's and of the fastest. `--choices FILE` adds the
 fastest ones without dependent launch to a file that SPLITSERVE_LINEAR_CHOICES can name.
 
-`--norms` also times a layer's products with its two norms between them, microseconds a layer: with
-SGLang's kernel for the norms, and with norms inside the products (`kernels=norm`). Configurations
-are those of the file of `--choices`, else the first candidates, with a d added by `--dependent`.
-
 `--device cpu --model tiny` under TRITON_INTERPRET=1 only shows that the script works.
 """
 
@@ -136,8 +132,6 @@ def main() -> None:
     for name, timings in found.items():
         figures |= to_figures(name, timings)
     figures |= step_totals(found)
-    if options.norms:
-        figures |= time_norms(products, options)
     figures["whole_run_seconds"] = round(time.perf_counter() - started, 1)
     write_record(f"decode_linear_{options.model}", figures, folder=options.out)
 
@@ -155,8 +149,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=75.0, help="begin nothing new after")
     parser.add_argument("--choices", type=Path, help="file that takes the fastest")
-    parser.add_argument("--norms", action="store_true", help="a layer with norms between")
-    parser.add_argument("--dependent", action="store_true", help="in that layer, dependent launch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
@@ -215,12 +207,12 @@ def configurations(product: Product, options: argparse.Namespace) -> list[skinny
 
 
 def make_inputs(
-    product: Product, rows: int, device: str
+    product: Product, rows: int, device: str, copies: int = 0
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Weights that L2 cannot hold together, and x; results have a variance of 1."""
-    if device == "cpu":
+    """So many weights, or as many as L2 cannot hold, and x; results have a variance of 1."""
+    if not copies and device == "cpu":
         copies = 2
-    else:
+    elif not copies:
         cold = math.ceil(COLD_BYTES / product.num_bytes)
         copies = max(1, cold, min(LAUNCHES, MOST_BYTES // product.num_bytes))
     generator = torch.Generator(device).manual_seed(1)
@@ -320,83 +312,6 @@ def capture(
         return float(start.elapsed_time(end)) * 1e3
 
     return replay, results
-
-
-# --- a layer with norms between its products ------------------------------------------------------
-
-
-def time_norms(products: dict[str, Product], options: argparse.Namespace) -> dict[str, float]:
-    """Microseconds a layer with norms as kernels of their own, and inside the products."""
-    kept = KeptChoices(options.choices).names
-    layers: dict[str, list[torch.Tensor]] = {}
-    configs: dict[str, skinny.Config] = {}
-    for name in ("o", "mlp", "down", "qkv"):
-        product = products[name]
-        layers[name], _ = make_inputs(product, options.rows, options.device)
-        rows = linear_choice.row_bucket(options.rows)
-        shape = Shape(product.num_out, product.num_in, rows, "bfloat16", False, product.gated)
-        found = kept.get(shape, LIBRARY)
-        first = linear_choice.device_candidates(layers[name][0], options.rows, product.gated)[0]
-        config = first if found == LIBRARY else skinny.Config.parse(found)
-        configs[name] = replace(config, pdl=options.dependent)
-    counters = {
-        name: [skinny.make_counters(weight, configs[name]) for weight in weights]
-        for name, weights in layers.items()
-    }
-    num_layers = min(map(len, layers.values()))
-    x = torch.randn(options.rows, products["o"].num_in, device=options.device).bfloat16()
-    width = products["o"].num_out
-    residual = torch.randn(options.rows, width, device=options.device).bfloat16()
-    gain = torch.ones(width, dtype=torch.bfloat16, device=options.device)
-
-    def multiply(name: str, place: int, x: torch.Tensor, **more: Any) -> Any:
-        call = skinny.add_linear if "add" in more else skinny.skinny_linear
-        if name == "mlp":
-            more["gated"] = True
-        return call(
-            x, layers[name][place], config=configs[name], counters=counters[name][place], **more
-        )
-
-    # The kernel adds in place; what it adds to does not matter to its time.
-    stream = residual.clone()
-
-    def apart(place: int) -> torch.Tensor:
-        y = add_norm(multiply("o", place, x), stream, gain)
-        y = add_norm(multiply("down", place, multiply("mlp", place, y)), stream, gain)
-        return multiply("qkv", place, y)
-
-    def inside(place: int) -> torch.Tensor:
-        add = skinny.Add(residual, gain, 1e-6)
-        y, normed = multiply("o", place, x, add=add)
-        y = multiply("mlp", place, y, normed=normed)
-        y, normed = multiply("down", place, y, add=add._replace(residual=normed.h))
-        return multiply("qkv", place, y, normed=normed)
-
-    expected, got = apart(0).float(), inside(0).float()
-    error = float((got - expected).norm() / expected.norm())
-    # Either side rounds four times on the way.
-    if not error <= 8 * MOST_ERROR:
-        raise ValueError(f"with norms inside, the error's RMS is {error:.1e} of the result's")
-    places = [place % num_layers for place in range(max(LAUNCHES, num_layers))]
-    figures: dict[str, float] = {"norms_error": error}
-    for name, call in (("apart", apart), ("inside", inside)):
-        replay, _ = capture(call, places, options.device)
-        times = [replay() / len(places) for _ in range(options.replays + 1)][1:]
-        figures[f"norms_{name}_us"] = round(statistics.median(times), 2)
-    print(f"a layer, {', '.join(f'{key} {config}' for key, config in configs.items())}: {figures}")
-    return figures
-
-
-def add_norm(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """SGLang's kernel, in place, or torch's operations where there is no GPU."""
-    if x.is_cuda:
-        from sgl_kernel import fused_add_rmsnorm
-
-        fused_add_rmsnorm(x, residual, gain, 1e-6)
-        return x
-    h = x.float() + residual.float()
-    residual.copy_(h)
-    return (h * (h.square().mean(1, keepdim=True) + 1e-6).rsqrt() * gain.float()).to(x.dtype)
 
 
 def synchronize(device: str) -> None:

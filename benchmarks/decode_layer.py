@@ -1,0 +1,381 @@
+"""A layer of a verify step, all its kernels of our own in their order, and how best to cut them.
+
+    python -m benchmarks.decode_layer                   a layer of Qwen3-8B behind 8,192 tokens
+    python -m benchmarks.decode_layer --model smollm2 --context 512
+    python -m benchmarks.decode_layer --choices FILE    begin with a server's choices, add to them
+
+Alone, a kernel does not show what it costs in a step: the one before it may leave room on the
+multiprocessors and on the bus, which an early launch uses, or none. So a CUDA graph runs several
+layers, each with weights, keys and values of its own that L2 cannot hold together, and the search
+changes one thing at a time: dependent launch and configuration of each product, how many tokens of
+keys and values come to L2 ahead, in how many parts and in which type attention is merged. What
+makes a layer at least `LEAST_GAIN` faster stays, and so on until nothing does or `--seconds` are
+over. An early launch must not change a bit of the result; other configurations may round otherwise.
+
+Prints every gain, writes `decode_layer_MODEL.json` into `--out` and with `--choices` adds the
+products' names to a file that SPLITSERVE_LINEAR_CHOICES can name; a line that it has stays.
+The first cut's time with SGLang's kernel for the norms stands beside. Attention's tiling is
+`serving.kernels.decode_attention.pick_tiling`'s to choose. `--depth 1 --device cpu --model tiny`
+under TRITON_INTERPRET=1 only shows that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.decode_linear import Product as Sizes
+from benchmarks.decode_linear import capture, describe, make_inputs
+from benchmarks.options import positive
+from benchmarks.record import write_record
+from serving.hooks_linear import KeptChoices, Shape
+from serving.kernels import decode_attention, linear_choice, rope_store
+from serving.kernels import skinny_linear as skinny
+
+LEAST_GAIN = 0.004
+"""Share of a layer's time that a change must save to stay."""
+MOST_ERROR = 0.05
+"""RMS of the difference to the first cut's result, relative to it, behind all layers."""
+EPS = 1e-6
+AHEAD = (0, 32, 64, 128, 256, 512)
+DEEPER = (1, 2, 3)
+"""Stages more than a candidate has: with more memory fewer programs share a multiprocessor."""
+SHARED_BYTES = 227 * 1024
+PRODUCTS = ("qkv", "o", "mlp", "down")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a target's layers."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_norms: bool
+    """Whether queries and keys are normed."""
+
+    def sizes(self) -> dict[str, Sizes]:
+        """Of the products, in their order; `mlp` is gate and up with their activation."""
+        width = self.heads * self.head_dim
+        return {
+            "qkv": Sizes(width + 2 * self.kv_heads * self.head_dim, self.hidden, 1),
+            "o": Sizes(self.hidden, width, 1),
+            "mlp": Sizes(2 * self.intermediate, self.hidden, 1, gated=True),
+            "down": Sizes(self.hidden, self.intermediate, 1),
+        }
+
+
+GEOMETRIES = {
+    "8b": Geometry(4096, 12288, 32, 8, 128, head_norms=True),
+    "smollm2": Geometry(576, 1536, 9, 3, 64, head_norms=False),
+    "tiny": Geometry(64, 48, 2, 1, 64, head_norms=True),
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How everything in a layer is cut."""
+
+    products: tuple[skinny.Config, ...]
+    """As PRODUCTS are ordered."""
+    tiling: decode_attention.Tiling
+
+    def __str__(self) -> str:
+        names = [f"{name} {config}" for name, config in zip(PRODUCTS, self.products, strict=True)]
+        tiling = self.tiling
+        parts = "half" if tiling.half_parts else "full"
+        return ", ".join(
+            [*names, f"attention {tiling.num_splits} {parts} parts, {tiling.ahead} tokens ahead"]
+        )
+
+    def with_product(self, place: int, config: skinny.Config) -> Cut:
+        return replace(self, products=(*self.products[:place], config, *self.products[place + 1 :]))
+
+    def late(self) -> Cut:
+        """The same without early launches of products and without tokens ahead."""
+        products = tuple(replace(config, pdl=False) for config in self.products)
+        return Cut(products, replace(self.tiling, ahead=0))
+
+
+class Layers:
+    """Weights, keys and values of some layers, and a step through them."""
+
+    def __init__(
+        self, geometry: Geometry, rows: int, context: int, depth: int, device: str
+    ) -> None:
+        self.geometry, self.rows, self.depth, self.device = geometry, rows, depth, device
+        self.sizes = geometry.sizes()
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, generator=generator).bfloat16()
+
+        self.weights = {
+            name: make_inputs(size, rows, device, copies=depth)[0]
+            for name, size in self.sizes.items()
+        }
+        pool = (context + rows, geometry.kv_heads, geometry.head_dim)
+        self.pools = [(random(*pool), random(*pool)) for _ in range(depth)]
+        # Slots as a pool that has been in use gives them: in runs, not in order.
+        runs = torch.randperm(-(-pool[0] // 64), generator=torch.Generator().manual_seed(0))
+        slots = (runs[:, None] * 64 + torch.arange(64)).flatten()
+        self.table = slots[slots < pool[0]].int().to(device)[None, :]
+        self.lengths = torch.tensor([pool[0]], dtype=torch.int32, device=device)
+        self.positions = torch.arange(context, pool[0], device=device)
+        self.new_slots = self.table[0, context:].long()
+        angles = torch.arange(pool[0], device=device)[:, None] / 10000 ** (
+            torch.arange(0, geometry.head_dim, 2, device=device) / geometry.head_dim
+        )
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1).float().contiguous()
+        ones = torch.ones(geometry.head_dim, dtype=torch.bfloat16, device=device)
+        self.head_norms = (ones, ones) if geometry.head_norms else None
+        self.gain = torch.ones(geometry.hidden, dtype=torch.bfloat16, device=device)
+        self.x, self.residual = random(rows, geometry.intermediate), random(rows, geometry.hidden)
+        self._counters: dict[tuple[str, int, skinny.Config], torch.Tensor | None] = {}
+
+    def counters(self, name: str, layer: int, config: skinny.Config) -> torch.Tensor | None:
+        key = (name, layer, config)
+        if key not in self._counters:
+            self._counters[key] = skinny.make_counters(self.weights[name][layer], config)
+        return self._counters[key]
+
+    def run(self, cut: Cut, *, apart: bool = False) -> torch.Tensor:
+        """The residual behind the last layer, bfloat16 [rows, hidden].
+
+        Args:
+            apart: with SGLang's kernel for the norms between the products.
+        """
+        configs = dict(zip(PRODUCTS, cut.products, strict=True))
+
+        def multiply(name: str, layer: int, x: torch.Tensor, **more: Any) -> Any:
+            config, weight = configs[name], self.weights[name][layer]
+            call = skinny.add_linear if "add" in more else skinny.skinny_linear
+            counters = self.counters(name, layer, config)
+            return call(x, weight, config=config, counters=counters, **more)
+
+        def add(
+            name: str, layer: int, x: torch.Tensor, residual: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            if apart:
+                return add_norm(multiply(name, layer, x), residual, self.gain), residual, {}
+            y, normed = multiply(name, layer, x, add=skinny.Add(residual, self.gain, EPS))
+            return y, normed.h, {"normed": normed}
+
+        # What the first layer finds is made as the one before it would have made it.
+        y, h, norm = add("down", -1, self.x, self.residual.clone())
+        for layer in range(self.depth):
+            k_pool, v_pool = self.pools[layer]
+            q = rope_store.rope_store(
+                multiply("qkv", layer, y, **norm),
+                *(k_pool, v_pool, self.new_slots, self.positions, self.cos_sin),
+                norms=self.head_norms,
+                eps=EPS,
+            )
+            attended = decode_attention.decode_attention(
+                q.view(self.rows, self.geometry.heads, self.geometry.head_dim),
+                *(k_pool, v_pool, self.table, self.lengths),
+                causal=True,
+                tiling=cut.tiling,
+            )
+            y, h, norm = add("o", layer, attended.view(self.rows, -1), h)
+            y = multiply("mlp", layer, y, gated=True, **norm)
+            y, h, norm = add("down", layer, y, h)
+        return h
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """SGLang's kernel, in place, or torch's operations where there is no GPU."""
+    if x.is_cuda:
+        from sgl_kernel import fused_add_rmsnorm
+
+        fused_add_rmsnorm(x, residual, gain, EPS)
+        return x
+    h = x.float() + residual.float()
+    residual.copy_(h)
+    return (h * (h.square().mean(1, keepdim=True) + EPS).rsqrt() * gain.float()).to(x.dtype)
+
+
+class Search:
+    """Finds a faster cut, one change after another."""
+
+    def __init__(self, layers: Layers, seconds: float, replays: int) -> None:
+        self.layers, self.replays = layers, replays
+        self._end = time.perf_counter() + seconds
+        self.failed: dict[str, str] = {}
+        self._late: dict[Cut, torch.Tensor] = {}
+        self._first: torch.Tensor | None = None
+
+    def time_apart(self, cut: Cut) -> float:
+        """Microseconds a layer whose norms are kernels of their own."""
+        layers = self.layers
+        expected, found = self._run_late(cut).float(), layers.run(cut, apart=True).float()
+        error = float((found - expected).norm() / expected.norm())
+        if not error <= MOST_ERROR:
+            raise ValueError(f"with norms apart, the difference's RMS is {error:.1e}")
+        return self._replay(cut, apart=True)[0]
+
+    def time(self, cut: Cut) -> float:
+        """Microseconds a layer.
+
+        Raises:
+            ValueError: the result is wrong, or an early launch changes it.
+        """
+        expected = self._run_late(cut)
+        if self._first is None:
+            self._first = expected
+        first = self._first.float()
+        error = float((expected.float() - first).norm() / first.norm())
+        if not error <= MOST_ERROR:
+            raise ValueError(f"the error's RMS is {error:.1e} of the result's")
+        microseconds, result = self._replay(cut)
+        if not torch.equal(result, expected):
+            raise ValueError("an early launch changes the result")
+        return microseconds
+
+    def _run_late(self, cut: Cut) -> torch.Tensor:
+        late = cut.late()
+        if late not in self._late:
+            self._late[late] = self.layers.run(late)
+        return self._late[late]
+
+    def _replay(self, cut: Cut, *, apart: bool = False) -> tuple[float, torch.Tensor]:
+        """The median of the replays, and what the last one gave."""
+        layers = self.layers
+        # Compiled, and with memory that belongs to no graph, before the capture.
+        layers.run(cut, apart=apart)
+        replay, results = capture(lambda _: layers.run(cut, apart=apart), [0], layers.device)
+        times = [replay() / layers.depth for _ in range(self.replays + 1)][1:]
+        return statistics.median(times), results[0]
+
+    def best(self, cut: Cut) -> tuple[Cut, float, float]:
+        """The fastest cut that is found, its microseconds a layer and those of the first."""
+        began = microseconds = self.time(cut)
+        print(f"{microseconds:8.2f} us  {cut}", flush=True)
+        changed = True
+        while changed:
+            changed = False
+            for label, changes in self.changes(cut):
+                for other in changes:
+                    if other == cut or time.perf_counter() > self._end:
+                        continue
+                    try:
+                        found = self.time(other)
+                    except Exception as error:
+                        self.failed[str(other)] = describe(error)
+                        if self.layers.device == "cuda":
+                            # Where the device itself is lost, this raises and ends the search.
+                            torch.cuda.synchronize()
+                        continue
+                    if found < microseconds * (1 - LEAST_GAIN):
+                        cut, microseconds, changed = other, found, True
+                        print(f"{microseconds:8.2f} us  {label}: {cut}", flush=True)
+        return cut, microseconds, began
+
+    def changes(self, cut: Cut) -> Iterator[tuple[str, list[Cut]]]:
+        """Small changes first; each of a kind starts from the same cut."""
+        on_gpu = self.layers.device == "cuda"
+        for place in (1, 3, 2, 0) if on_gpu else ():
+            config = cut.products[place]
+            yield (
+                f"{PRODUCTS[place]}'s launch",
+                [cut.with_product(place, replace(config, pdl=not config.pdl))],
+            )
+        yield "ahead", [replace(cut, tiling=replace(cut.tiling, ahead=n)) for n in AHEAD * on_gpu]
+        half = replace(cut.tiling, half_parts=not cut.tiling.half_parts)
+        fewer = replace(cut.tiling, num_splits=max(1, cut.tiling.num_splits // 2))
+        yield "parts", [replace(cut, tiling=half), replace(cut, tiling=fewer)]
+        for place, name in enumerate(PRODUCTS):
+            yield (
+                f"{name}'s configuration",
+                [cut.with_product(place, config) for config in self.configs(name)],
+            )
+
+    def configs(self, name: str) -> list[skinny.Config]:
+        """A server's candidates, deeper ones, and all of them launched early."""
+        size = self.layers.sizes[name]
+        weight = self.layers.weights[name][0]
+        found = list(linear_choice.device_candidates(weight, self.layers.rows, size.gated))
+        found += [replace(c, num_stages=c.num_stages + more) for c in found for more in DEEPER]
+        fitting = [c for c in dict.fromkeys(found) if c.shared_bytes <= SHARED_BYTES]
+        early = (False, True) if self.layers.device == "cuda" else (False,)
+        return [replace(config, pdl=pdl) for config in fitting for pdl in early]
+
+
+def first_cut(layers: Layers, kept: KeptChoices) -> Cut:
+    """What a server would run with: its choices, else the likeliest candidates."""
+    products = []
+    for name, size in layers.sizes.items():
+        shape = shape_of(name, size, layers.rows)
+        chosen = kept.names.get(shape, kept.names.get(shape._replace(norm=""), skinny.LIBRARY))
+        weight = layers.weights[name][0]
+        likely = linear_choice.device_candidates(weight, layers.rows, size.gated)[0]
+        products.append(likely if chosen == skinny.LIBRARY else skinny.Config.parse(chosen))
+    geometry = layers.geometry
+    num_rows = layers.rows * geometry.heads // geometry.kv_heads
+    sms = decode_attention.num_sms(layers.x.device)
+    return Cut(tuple(products), decode_attention.pick_tiling(1, geometry.kv_heads, num_rows, sms))
+
+
+def shape_of(name: str, size: Sizes, rows: int) -> Shape:
+    """What a server keeps a product's choice under."""
+    norm = "before" if name in ("qkv", "mlp") else "behind"
+    bucket = linear_choice.row_bucket(rows)
+    return Shape(size.num_out, size.num_in, bucket, "bfloat16", False, size.gated, norm)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search, print and record; 1 if nothing could be timed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=GEOMETRIES, default="8b")
+    parser.add_argument("--rows", type=positive, default=8, help="tokens that are verified")
+    parser.add_argument("--context", type=positive, default=8192, help="tokens before them")
+    parser.add_argument("--depth", type=positive, default=12, help="layers of the graph")
+    parser.add_argument("--replays", type=positive, default=9)
+    parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing new after")
+    parser.add_argument("--choices", type=Path, help="file of choices to begin with and add to")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    options = parser.parse_args(argv)
+    if options.rows > decode_attention.MAX_ROWS // 4 or options.rows > skinny.MAX_ROWS // 2:
+        parser.error(f"--rows {options.rows}: allowed: up to {skinny.MAX_ROWS // 2}")
+    kept = KeptChoices(options.choices)
+    layers = Layers(
+        GEOMETRIES[options.model], options.rows, options.context, options.depth, options.device
+    )
+    search = Search(layers, options.seconds, options.replays)
+    first = first_cut(layers, kept)
+    apart = search.time_apart(first)
+    print(f"{apart:8.2f} us  with norms apart", flush=True)
+    cut, microseconds, began = search.best(first)
+    for name, why in search.failed.items():
+        print(f"failed: {name}: {why}")
+    figures = {
+        "layer_us": round(microseconds, 2),
+        "first_layer_us": round(began, 2),
+        "norms_apart_layer_us": round(apart, 2),
+        "ratio": round(began / microseconds, 4),
+        "attention": str(cut.tiling),
+        "failed": len(search.failed),
+        "layers": options.depth,
+        "context_tokens": options.context,
+        "rows": options.rows,
+    }
+    for name, config in zip(PRODUCTS, cut.products, strict=True):
+        figures[f"{name}_config"] = str(config)
+        if options.choices:
+            kept.keep(shape_of(name, layers.sizes[name], options.rows), str(config))
+    write_record(f"decode_layer_{options.model}", figures, folder=options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
