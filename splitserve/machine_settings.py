@@ -90,7 +90,7 @@ class LayoutSettings:
     """CPU threads of the evaluator."""
     ring_bytes: int = 2**30
     """Memory for hidden states, on each target GPU or shared on the host; what fits stays there for
-    the next epoch."""
+    the next epoch. 0 takes what the plan leaves free on GPUs, as far as samples need it."""
     master_port: int = 0
     """Rendezvous port of the trainer ranks; 0 picks a free one."""
     heartbeat_timeout_seconds: float = 120.0
@@ -105,8 +105,9 @@ class LayoutSettings:
         good = engines >= 1 and (not self.target or len(self.target) % engines == 0)
         allowed = "1 or more, a divisor of the number of layout.target's GPUs"
         check("layout.engines", engines, good, allowed, "give each engine as many GPUs")
-        for name in ("train_ranks", "train_threads", "eval_threads", "ring_bytes"):
+        for name in ("train_ranks", "train_threads", "eval_threads"):
             check_at_least(f"layout.{name}", getattr(self, name), 1)
+        check_at_least("layout.ring_bytes", self.ring_bytes, 0 if self.on_gpu else 1)
         check("layout.master_port", self.master_port, 0 <= self.master_port < 65536, "0 to 65535")
         check_at_least("layout.heartbeat_timeout_seconds", self.heartbeat_timeout_seconds, 1.0)
         check_at_least("layout.collective_timeout_seconds", self.collective_timeout_seconds, 1.0)

@@ -28,6 +28,7 @@ from splitserve.run.workers import Workers, exchange_tensors
 from splitserve.settings import RunSettings
 from splitserve.trackers import make_tracker
 from splitserve.train.checkpoint import read_meta
+from splitserve.transport.memory import DeviceMemoryError
 from splitserve.transport.rings import Rings
 from splitserve.transport.weights import DraftExchange
 
@@ -110,11 +111,28 @@ def check_checkpoint(settings: RunSettings, folder: RunFolder) -> None:
         )
 
 
+def make_rings(settings: RunSettings, plan: Plan) -> Rings:
+    """The rings of the plan.
+
+    Raises:
+        UserError: something else holds the GPUs' memory.
+    """
+    try:
+        return Rings.create(plan.ring_bytes, plan.ring_layout, plan.placement.groups)
+    except DeviceMemoryError as error:
+        raise UserError(
+            "layout.ring_bytes",
+            settings.layout.ring_bytes,
+            f"what is free on the target's GPUs; {error}",
+            f"set it below {plan.ring_bytes}, or end what else holds their memory",
+        ) from error
+
+
 def _run(settings: RunSettings, folder: RunFolder, plan: Plan, console: Console) -> Outcome:
     last = folder.last_checkpoint() if settings.resume else None
     first_step = read_meta(last)["step"] if last else 0
     responses, best = folder.read_responses(), best_so_far(folder)
-    rings = Rings.create(settings.layout.ring_bytes, plan.ring_layout, plan.placement.groups)
+    rings = make_rings(settings, plan)
     feeder = Feeder(
         plan.data.entries,
         plan.schedule,

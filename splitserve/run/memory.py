@@ -26,6 +26,8 @@ CONTEXT_BYTES = GIB // 2
 MOMENT_BYTES = 12
 """A parameter's float32 master and two moments, split over the ranks."""
 LARGEST_FRACTION = 0.92
+RING_FILL = 0.8
+"""Of a GPU, up to which a ring without a size of its own takes what is left."""
 HEADROOM = 0.08
 """Of a GPU, given to SGLang beyond what it was counted to need."""
 
@@ -77,6 +79,21 @@ def needs(
         if rank == 0:
             entry.train["copy of a snapshot"] = 2 * num_parameters(draft)
     return list(found.values())
+
+
+def size_ring(found: Sequence[GpuNeeds], most: int) -> int:
+    """Give every target GPU a ring of what is left on the fullest of them; returns its bytes.
+
+    Args:
+        found: needs without a ring.
+        most: bytes that the samples can use.
+    """
+    targets = [entry for entry in found if entry.target]
+    left = min(int(RING_FILL * entry.gpu.num_bytes) - entry.num_bytes for entry in targets)
+    num_bytes = max(0, min(left, most))
+    for entry in targets:
+        entry.target["ring"] = num_bytes
+    return num_bytes
 
 
 def check_memory(found: Sequence[GpuNeeds]) -> None:

@@ -19,7 +19,7 @@ from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.run.data import RunData, Tell, find_sources, gather
 from splitserve.run.entry import Entry
 from splitserve.run.gpus import Placement, place
-from splitserve.run.memory import GpuNeeds, check_memory, needs
+from splitserve.run.memory import GpuNeeds, check_memory, needs, size_ring
 from splitserve.settings import RunSettings
 from splitserve.target.info import check_device, check_warm_start, check_window
 from splitserve.target.prepare import TargetInfo, capturable_layers, prepare_target
@@ -36,6 +36,8 @@ class Plan:
     data: RunData
     schedule: SampleSchedule
     ring_layout: RingLayout
+    ring_bytes: int
+    """Of each shard; what `layout.ring_bytes` says, or what is left of a GPU."""
     max_tokens: int
     placement: Placement
     memory: tuple[GpuNeeds, ...]
@@ -125,12 +127,6 @@ def make_plan(
         settings.target.dtype,
         num_shards=placement.tp_size,
     )
-    check_ring(settings, layout)
-    memory = needs(
-        settings, placement, target.config, target.path, draft, layout.slot_bytes(1000) // 1000
-    )
-    if check_fit:
-        check_memory(memory)
     schedule = SampleSchedule(
         data.names,
         settings.train.global_batch_size,
@@ -138,12 +134,23 @@ def make_plan(
         settings.seed,
         settings.train.replay,
     )
+    memory = needs(
+        settings, placement, target.config, target.path, draft, layout.slot_bytes(1000) // 1000
+    )
+    ring_bytes = settings.layout.ring_bytes
+    if not ring_bytes:
+        num_held = max(schedule.num_samples, 2 * settings.train.global_batch_size)
+        ring_bytes = size_ring(memory, num_held * layout.slot_bytes(settings.data.max_tokens))
+    check_ring(settings, layout, ring_bytes)
+    if check_fit:
+        check_memory(memory)
     return Plan(
         target,
         draft,
         data,
         schedule,
         layout,
+        ring_bytes,
         settings.data.max_tokens,
         placement,
         tuple(memory),
@@ -218,26 +225,30 @@ def check_measured_lengths(
     check_window(target, "eval.max_new_tokens", new, longest, "lower eval.max_new_tokens")
 
 
-def check_ring(settings: RunSettings, layout: RingLayout) -> None:
+def check_ring(settings: RunSettings, layout: RingLayout, num_bytes: int) -> None:
     """Two whole batches must fit side by side, or the run could wait for itself.
 
     On GPUs `check_memory` counts the ring with the rest.
     """
     needed = 2 * settings.train.global_batch_size * layout.slot_bytes(settings.data.max_tokens)
-    if settings.layout.ring_bytes < needed:
+    given = settings.layout.ring_bytes
+    if num_bytes < needed:
         raise UserError(
             "layout.ring_bytes",
-            settings.layout.ring_bytes,
+            given or f"0 ({num_bytes} bytes are left on the fullest GPU)",
             f"{needed} or more, two batches of data.max_tokens={settings.data.max_tokens}",
-            "raise layout.ring_bytes, or lower data.max_tokens or train.global_batch_size",
+            "raise layout.ring_bytes, or lower data.max_tokens or train.global_batch_size"
+            if given
+            else "spread the halves over more GPUs, or lower data.max_tokens, "
+            "train.global_batch_size or engine.max_running_requests",
         )
     if settings.layout.on_gpu:
         return
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // settings.layout.engines
-    if settings.layout.ring_bytes > most:
+    if num_bytes > most:
         raise UserError(
             "layout.ring_bytes",
-            settings.layout.ring_bytes,
+            given,
             f"{most} or less, this machine's memory by layout.engines={settings.layout.engines}",
             "lower layout.ring_bytes",
         )

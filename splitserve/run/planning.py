@@ -43,7 +43,7 @@ def plan_lines(settings: RunSettings, found: Plan) -> list[str]:
         f"{found.schedule.num_samples} samples, {settings.train.steps} steps of "
         f"{settings.train.global_batch_size} samples; {len(found.held_out)} held-out prompts, "
         f"measured by {measured}",
-        f"ring: {layout.ring_bytes / GIB:.1f} GiB on each of {found.ring_layout.num_shards} "
+        f"ring: {found.ring_bytes / GIB:.1f} GiB on each of {found.ring_layout.num_shards} "
         f"shards, {found.ring_layout.slot_bytes(1000) / 1000 / 1024:.1f} KiB a token",
     ]
 

@@ -97,7 +97,8 @@ def test_the_ring_holds_two_batches_of_the_longest_samples(
     assert draft.target_layer_ids == layer_ids
     layout = RingLayout(draft.num_context_features, hidden_size, settings.target.dtype)
     batch = settings.train.global_batch_size * layout.slot_bytes(settings.data.max_tokens)
-    assert 2 * batch <= settings.layout.ring_bytes
+    # The ring takes what is left of a GPU: two batches are a small part of one of 80 GB.
+    assert settings.layout.ring_bytes == 0 and 2 * batch <= 16 * 2**30
     assert not settings.draft.warm_start
     assert len({s.temperature for s in settings.data.sampling}) == 3
 
