@@ -139,7 +139,8 @@ def pace_figures(run: Path) -> dict[str, float]:
     seconds = last["elapsed_seconds"] - first["elapsed_seconds"]
     figures = {"samples_per_second": batch * (last["step"] - first["step"]) / seconds}
     means = ("trainer_wait_fraction", "engine_idle_fraction", "ring_fill")
-    for name in (*means, "target_tokens_per_second", "answers_per_second"):
+    rates = ("target_tokens_per_second", "answers_per_second", "rank_0_tflop_per_s")
+    for name in (*means, *(rate for rate in rates if rate in first)):
         figures[name] = statistics.fmean(row[name] for row in settled)
     if "trainer_peak_memory_gb" not in last:
         raise ValueError(f"--run={run}: a run without GPUs; name one that had them")

@@ -5,7 +5,8 @@ their names, and the figures of other records (the ring's) as they are. A run wi
 record's own. Runs that were stopped count too: what is taken of them is their pace. A finished one
 has its final accept lengths beside it.
 
-Writes `benchmarks/results/NAME.json`.
+Where `--like` names a record with the machine's matrix rate (train_step), `mfu` is rank 0's share
+of it, its waiting included. Writes `benchmarks/results/NAME.json`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: dict[str, float] = {}
     for other in options.add:
         figures |= other["figures"]
+    most = (options.like or {}).get("figures", {}).get("matmul_tflops")
     runs = [text.partition("=") for text in options.runs]
     for text, (label, equals, _) in zip(options.runs, runs, strict=True):
         if not equals:
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run = run_folder(folder)
             found = pace_figures(run) | accept_curve(run) | final_figures(run)
+            if most and "rank_0_tflop_per_s" in found:
+                found["mfu"] = found["rank_0_tflop_per_s"] / most
         except (argparse.ArgumentTypeError, ValueError) as error:
             parser.error(f"--runs: {error}")
         named = {f"{prefix}{name}": value for name, value in found.items()}

@@ -28,6 +28,7 @@ from benchmarks.record import write_record
 from dspark.attention import ContextBounds, attend
 from dspark.batch import TrainingBatch, TrainingSample, batch_denominators, lay_out
 from dspark.config import DraftConfig
+from dspark.flops import StepSize, necessary_flops
 from dspark.model import DSparkDraft
 from dspark.objective import ObjectiveConfig, fused_objective
 from dspark.training import DraftWithLoss
@@ -89,31 +90,6 @@ class Shape:
 
 
 # --- what is measured -----------------------------------------------------------------------------
-
-
-def necessary_flops(geometry: Geometry, shape: Shape, unique_targets: int) -> dict[str, float]:
-    """Multiply-adds times two that a step cannot do without, forward and backward.
-
-    A product whose both sides learn costs three times its forward pass; the context features get
-    no gradient, the frozen lm_head gets none, and the target's logits have no backward pass.
-    """
-    draft = geometry.draft(shape.block)
-    width, rows = draft.hidden_size, shape.anchors * shape.block
-    heads, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads
-    kv_width = kv * draft.head_dim
-    attention = width * (2 * heads + 2 * kv_width)
-    mlp = 3 * width * draft.intermediate_size
-    layers = draft.num_hidden_layers
-    # On average half of the context is seen; forward two products, backward five.
-    seen = shape.tokens / 2 + shape.block
-    return {
-        "fc": 2 * 2.0 * shape.tokens * draft.num_context_features * width,
-        "context_kv": layers * 3 * 2.0 * shape.tokens * width * 2 * kv_width,
-        "layers": layers * 3 * 2.0 * rows * (attention + mlp),
-        "attention": layers * 7 * 2.0 * rows * seen * heads,
-        "vocabulary": 2.0 * draft.vocab_size * (2 * rows * width + unique_targets * width)
-        + 3 * 2.0 * rows * draft.markov_rank * draft.vocab_size,
-    }
 
 
 def build(geometry: Geometry, shape: Shape, objective: ObjectiveConfig) -> DraftWithLoss:
@@ -231,7 +207,11 @@ def ours(
     unique = statistics.mean(map(num_targets, batches))
     step = step_of(model, batches)
     ms, spread, peak = measured(step, steps)
-    flops = necessary_flops(geometry, shape, int(unique))
+    rows = shape.anchors * shape.block
+    # On average half of the context is seen.
+    pairs = rows * (shape.tokens // 2 + shape.block)
+    size = StepSize(shape.tokens, rows, pairs, int(unique))
+    flops = necessary_flops(geometry.draft(shape.block), size)
     return {
         "step_ms": ms,
         "step_spread_ms": spread,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from dspark.batch import BatchLayout, TrainingBatch, TrainingSample, batch_denominators, lay_out
+from dspark.flops import StepSize, necessary_flops
 from splitserve.messages import Batch, BatchItem
 from splitserve.train.spec import TrainerSpec
 from splitserve.train.streams import Mark, SideStream, used_here
@@ -35,6 +36,8 @@ class StepPlan:
     """float64 [2] on the CPU: this rank's part of the window's weights, terms and confidence."""
     last: bool
     """No step of the run follows."""
+    flops: float = 0.0
+    """What this rank cannot do without in it, see `dspark.flops`."""
 
 
 class Prefetcher:
@@ -60,6 +63,7 @@ class Prefetcher:
     def add(self, batch: Batch) -> StepPlan:
         """Lay a batch out. Waits for nothing."""
         weights = torch.zeros(2, dtype=torch.float64)
+        flops = 0.0
         count = len(batch.micro_batches)
         for number, items in enumerate(batch.micro_batches, 1):
             layout = lay_out(
@@ -72,8 +76,10 @@ class Prefetcher:
                 max_documents=self._spec.train.micro_batch_size,
             )
             weights += torch.stack(batch_denominators(layout, self._spec.objective))
+            size = StepSize.of(layout, sum(len(item.token_ids) for item in items))
+            flops += sum(necessary_flops(self._spec.draft, size).values())
             self._laid_out.append((batch.step if number == count else None, items, layout))
-        return StepPlan(batch.step, count, weights, batch.last)
+        return StepPlan(batch.step, count, weights, batch.last, flops)
 
     def copy_ahead(self) -> None:
         """Begin to copy the states of the next micro-batches that are laid out."""

@@ -85,6 +85,8 @@ class TrainerRank:
         self._no_more = self._finished = False
         self._snapshot_at = -1
         self._waited = 0.0
+        self._flops, self._reported = 0.0, time.monotonic()
+        """Done since the last report, and when that was."""
         exchange = None
         if spec.exchange is not None and spec.rank == 0:
             exchange = DraftExchange.attach(spec.exchange)
@@ -114,6 +116,7 @@ class TrainerRank:
                 self._ask(plan.step + 1)
             self._channel.state = f"step {plan.step}"
             self._optimizer_step(plan)
+            self._flops += plan.flops
             self._step = plan.step + 1
             seconds = time.monotonic() - started
             self._channel.send(StepDone(spec.rank, plan.step, self._waited, seconds))
@@ -197,6 +200,10 @@ class TrainerRank:
     def _report(self) -> None:
         self._metrics.require_finite(self._spec.checkpoints)
         values = self._metrics.reduce()
+        # What was reduced has been computed by now.
+        now = time.monotonic()
+        values["rank_0_tflop_per_s"] = self._flops / (now - self._reported) / 1e12
+        self._flops, self._reported = 0.0, now
         if self._spec.device != "cpu":
             values["trainer_peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
         if self._spec.rank == 0:

@@ -79,6 +79,7 @@ def test_a_run_leaves_what_it_promises(finished: Run) -> None:
         "step_000004",
     }
     assert [row["step"] for row in metrics(finished, "train")] == [1, 2, 3, 4]
+    assert all(row["rank_0_tflop_per_s"] > 0 for row in metrics(finished, "train"))
     assert [row["step"] for row in metrics(finished, "eval")] == [0, 2, 4]
     assert len(metrics(finished, "finished")) == 1
     logs = {p.stem for p in (finished.folder / "logs").iterdir()}

@@ -30,6 +30,7 @@ def write_run(folder: Path, starts: list[float]) -> Path:
                     "ring_fill": 0.5,
                     "target_tokens_per_second": 100.0,
                     "answers_per_second": 2.0,
+                    "rank_0_tflop_per_s": 100.0,
                     "trainer_peak_memory_gb": 1.0,
                     "gpu_0_used_gb": 10.0 + number,
                 }
@@ -73,3 +74,16 @@ def test_runs_come_into_one_record_under_their_labels(
             several_runs.main(["three", *given, "--runs", *runs])
         assert message in capsys.readouterr().err
     assert not (tmp_path / "more").exists()
+
+
+def test_the_share_of_the_machine_s_rate_needs_that_rate(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.0])
+    assert several_runs.main(["one", "--runs", f"={run}", "--out", str(tmp_path)]) == 0
+    first = tmp_path / "one.json"
+    record = json.loads(first.read_text())
+    assert record["figures"]["rank_0_tflop_per_s"] == 100.0 and "mfu" not in record["figures"]
+    record["figures"] = {"matmul_tflops": 800.0}
+    first.write_text(json.dumps(record))
+    options = ["two", "--runs", f"={run}", "--like", str(first), "--out", str(tmp_path)]
+    assert several_runs.main(options) == 0
+    assert json.loads((tmp_path / "two.json").read_text())["figures"]["mfu"] == 0.125
