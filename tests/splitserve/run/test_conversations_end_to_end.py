@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import Run
+from run_testing import Run
 from test_data import conversation, write
 
 from splitserve.compose import compose

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Run
+from run_testing import Run
 from safetensors.torch import load_file
 
 from dspark.checkpoint import load_draft, verify_export
