@@ -12,9 +12,10 @@ A program leaves its part's normalized sum and log-sum-exp in scratch memory, an
 merges the parts. Where one part is enough the first kernel writes the result.
 
 `early` overlaps what it can (programmatic dependent launch): the first kernel is set up while the
-kernel before it runs, and asks for pages of its first `ahead` tokens to come to L2 meanwhile; the
-second one is set up while the first ends. What is read before the kernel before has ended is used
-for nothing else: lengths and pages are read again from L2, where no line can be stale.
+kernel before it runs, reads lengths and pages, and asks for keys and values of its first `ahead`
+tokens to come to L2; the second one is set up while the first ends. Lengths and page table must
+therefore be older than the kernel before. A layer's are: the product that gives its queries lies
+between, which is over by then or has waited for all before itself.
 
 Scratch is kept for each shape and used by all layers: launches of one shape must follow each other
 on one stream. It has to be there before a CUDA graph is captured, so the first call of a shape
@@ -67,13 +68,12 @@ def _parts(length, NUM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.cons
 
 @triton.jit
 def _bring(
-    base, table, first, stop, stride_page, stride_slot, num_pages, PAGE_SIZE: tl.constexpr,
+    base, table, first, last, stride_page, stride_slot, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the lines of TOKENS tokens from `first` on to come to L2, whatever the table says."""
-    position = first + tl.arange(0, TOKENS)
-    page = tl.load(table + position // PAGE_SIZE, mask=position < stop, other=0)
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    """Ask for the lines of TOKENS tokens from `first` on to come to L2, for none behind `last`."""
+    position = tl.minimum(first + tl.arange(0, TOKENS), last)
+    page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
     lines = tl.arange(0, HEAD_DIM // _LINE) * _LINE
     places = page * stride_page + position % PAGE_SIZE * stride_slot
     tl.inline_asm_elementwise(
@@ -109,7 +109,6 @@ def decode_attention_kernel(
     lse_ptr,
     scale_log2,
     num_kv_heads,
-    num_pages,
     Q_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -132,25 +131,25 @@ def decode_attention_kernel(
     table = table_ptr + request.to(tl.int64) * table_stride
     k_base = k_ptr + head * k_stride_head
     v_base = v_ptr + head * v_stride_head
+    length = tl.load(lengths_ptr + request)
+    size, used = _parts(length, NUM_SPLITS, CHUNK, LEAST)
+    # A program without a part looks at the last token, and ends.
+    final = tl.maximum(tl.minimum(split * size + size, length) - 1, 0)
+    start = tl.minimum(split * size, final)
+    # Pages of the next block are asked for before this one's keys and values are used.
+    page = tl.load(table + tl.minimum(start + tl.arange(0, BLOCK_N), final) // PAGE_SIZE)
     if EARLY:
         if AHEAD:
-            seen = tl.minimum(tl.load(lengths_ptr + request), table_stride * PAGE_SIZE)
-            part, _ = _parts(seen, NUM_SPLITS, CHUNK, LEAST)
-            first = split * part
-            last = tl.minimum(first + part, seen)
             _bring(
-                *(k_base, table, first, last, k_stride_page, k_stride_slot, num_pages),
+                *(k_base, table, start, final, k_stride_page, k_stride_slot),
                 *(PAGE_SIZE, HEAD_DIM, AHEAD),
             )
             _bring(
-                *(v_base, table, first, last, v_stride_page, v_stride_slot, num_pages),
+                *(v_base, table, start, final, v_stride_page, v_stride_slot),
                 *(PAGE_SIZE, HEAD_DIM, AHEAD),
             )
         gdc_wait()
-    length = tl.load(lengths_ptr + request, cache_modifier=".cg")
-    size, used = _parts(length, NUM_SPLITS, CHUNK, LEAST)
     if split < used:
-        start = split * size
         stop = tl.minimum(start + size, length)
         rows = tl.arange(0, BLOCK_M)
         columns = tl.arange(0, HEAD_DIM)
@@ -158,10 +157,6 @@ def decode_attention_kernel(
         token = rows // GROUP
         q_heads = head * GROUP + rows % GROUP
         tokens = request * Q_LEN + token
-        # Pages of the next block are asked for before this one's keys and values are used.
-        final = tl.maximum(stop - 1, 0)
-        position = tl.minimum(start + tl.arange(0, BLOCK_N), final)
-        page = tl.load(table + position // PAGE_SIZE, cache_modifier=".cg")
         q = tl.load(
             q_ptr + (tokens * q_stride_token + q_heads * q_stride_head)[:, None] + columns[None, :],
             mask=inside[:, None],
@@ -188,7 +183,7 @@ def decode_attention_kernel(
             k_places = k_pieces.to(tl.int64) * 8
             v_places = v_pieces.to(tl.int64) * 8
             later = tl.minimum(position + BLOCK_N, final)
-            page = tl.load(table + later // PAGE_SIZE, cache_modifier=".cg")
+            page = tl.load(table + later // PAGE_SIZE)
             # What a key past the end holds is not looked at. A value there may be NaN, of which no
             # weight makes 0.
             k = tl.load(k_base + k_places[:, None] + columns[None, :], mask=held[:, None])
@@ -256,8 +251,7 @@ def merge_attention_kernel(
     if EARLY:
         # The kernel after this one waits for the end of this one, and so of all before.
         gdc_launch_dependents()
-    # The first kernel let this one begin only when all before it had ended: lengths are known.
-    length = tl.load(lengths_ptr + request, cache_modifier=".cg")
+    length = tl.load(lengths_ptr + request)
     _, used = _parts(length, NUM_SPLITS, CHUNK, LEAST)
     if EARLY:
         gdc_wait()
@@ -426,7 +420,7 @@ def decode_attention(
             *(q_THD, q_THD.stride(0), q_THD.stride(1)),
             *(k_pool, *_strides(k_pool), v_pool, *_strides(v_pool)),
             *(page_table, page_table.stride(0), cache_seqlens),
-            *(*out, scratch.partial, scratch.lse, scale_log2, kv_heads, k_pool.shape[0]),
+            *(*out, scratch.partial, scratch.lse, scale_log2, kv_heads),
             CAUSAL=causal,
             PAGE_SIZE=k_pool.shape[1] if k_pool.dim() == 4 else 1,
             SAME_STRIDES=_strides(k_pool) == _strides(v_pool),

@@ -50,7 +50,8 @@ def rope_store_kernel(
 ):
     """A few heads of one token."""
     if EARLY:
-        # The next kernel waits for the end of this one, and so of all before.
+        # The next kernel waits for the end of this one, and so of all before. It begins when the
+        # product before this one has waited itself: what is older than that one, it may read.
         gdc_launch_dependents()
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0)
@@ -59,26 +60,29 @@ def rope_store_kernel(
     is_q = (head < NUM_HEADS)[:, None]
     is_k = ((head >= NUM_HEADS) & (head < NUM_HEADS + KV_HEADS))[:, None]
     is_v = ((head >= NUM_HEADS + KV_HEADS) & (head < NUM_HEADS + 2 * KV_HEADS))[:, None]
+    # What is older than the product before is read while that one ends.
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + column)
+    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + half + column)
+    if q_weight_ptr is not None:
+        q_weight, k_weight = tl.load(q_weight_ptr + column), tl.load(k_weight_ptr + column)
+        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32)
+        q_weight = tl.load(q_weight_ptr + half + column)
+        k_weight = tl.load(k_weight_ptr + half + column)
+        other_weight = tl.where(is_q, q_weight, k_weight).to(tl.float32)
     if EARLY:
         gdc_wait()
     at = qkv_ptr + token.to(tl.int64) * qkv_stride + (head * HEAD_DIM)[:, None] + column
     held = is_q | is_k | is_v
     first = tl.load(at, mask=held, other=0.0)
     second = tl.load(at + half, mask=held, other=0.0)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + column)
-    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + half + column)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if q_weight_ptr is not None:
         squares = tl.reduce(x * x + y * y, 1, tl.standard._sum_combine)
         factor = (1.0 / tl.sqrt(squares / HEAD_DIM + eps))[:, None]
-        q_weight = tl.load(q_weight_ptr + column).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + column).to(tl.float32)
-        x = x * factor * tl.where(is_q, q_weight, k_weight)
-        q_weight = tl.load(q_weight_ptr + half + column).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + half + column).to(tl.float32)
-        y = y * factor * tl.where(is_q, q_weight, k_weight)
+        x = x * factor * weight
+        y = y * factor * other_weight
         x = x.to(first.dtype).to(tl.float32)
         y = y.to(first.dtype).to(tl.float32)
     low = (x * cos - y * sin).to(first.dtype)
