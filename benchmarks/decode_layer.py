@@ -12,6 +12,7 @@ keys and values come to L2 ahead, in how many parts and in which type attention 
 makes a layer at least `LEAST_GAIN` faster stays, and so on until nothing does or `--seconds` are
 over. An early launch must not change a bit of the result; other configurations may round otherwise.
 
+`--timeline` prints gaps and durations of a middle layer's kernels, for the first cut and the last.
 Prints every gain, writes `decode_layer_MODEL.json` into `--out` and with `--choices` adds the
 products' names to a file that SPLITSERVE_LINEAR_CHOICES can name; a line that it has stays.
 The first cut's time with SGLang's kernel for the norms stands beside. Attention's tiling is
@@ -256,6 +257,34 @@ class Search:
         times = [replay() / layers.depth for _ in range(self.replays + 1)][1:]
         return statistics.median(times), results[0]
 
+    def timeline(self, cut: Cut) -> list[tuple[str, float, float]]:
+        """Of a middle layer's kernels: name, microseconds since the one before ended, and its own.
+
+        The former are negative where a kernel was launched early.
+        """
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        layers = self.layers
+        replay, _ = capture(lambda _: layers.run(cut), [0], layers.device)
+        replay()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            replay()
+        events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
+        events.sort(key=lambda event: event.time_range.start)
+        count = len(events) // layers.depth
+        first = max(1, layers.depth // 2 * count)
+        return [
+            (
+                after.name,
+                after.time_range.start - before.time_range.end,
+                after.time_range.elapsed_us(),
+            )
+            for before, after in zip(
+                events[first - 1 :], events[first : first + count], strict=False
+            )
+        ]
+
     def best(self, cut: Cut) -> tuple[Cut, float, float]:
         """The fastest cut that is found, its microseconds a layer and those of the first."""
         began = microseconds = self.time(cut)
@@ -341,12 +370,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", type=positive, default=12, help="layers of the graph")
     parser.add_argument("--replays", type=positive, default=9)
     parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing new after")
+    parser.add_argument("--timeline", action="store_true", help="also a layer's kernels in time")
     parser.add_argument("--choices", type=Path, help="file of choices to begin with and add to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args(argv)
     if options.rows > decode_attention.MAX_ROWS // 4 or options.rows > skinny.MAX_ROWS // 2:
         parser.error(f"--rows {options.rows}: allowed: up to {skinny.MAX_ROWS // 2}")
+    if options.timeline and options.device == "cpu":
+        parser.error("--timeline: allowed with --device cuda; leave it out")
     kept = KeptChoices(options.choices)
     layers = Layers(
         GEOMETRIES[options.model], options.rows, options.context, options.depth, options.device
@@ -374,6 +406,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.choices:
             kept.keep(shape_of(name, layers.sizes[name], options.rows), str(config))
     write_record(f"decode_layer_{options.model}", figures, folder=options.out)
+    for label, shown in (("first", first), ("last", cut)) if options.timeline else ():
+        print(f"{label}: microseconds since the kernel before ended, and of the kernel")
+        for name, gap, own in search.timeline(shown):
+            print(f"{gap:8.2f}{own:8.2f}  {name[:100]}")
     return 0
 
 
