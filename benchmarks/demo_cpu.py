@@ -44,9 +44,10 @@ def run_figures(run: Path) -> dict[str, float]:
         "accept_length_start": starts[0]["reports"][0]["domains"]["all"]["accept_length"],
         "accept_length_end": end["domains"]["all"]["accept_length"],
     }
-    for name, row in end["domains"].items():
-        if name != "all":
-            figures[f"accept_length_end_{name}"] = row["accept_length"]
+    for place, report in (("start", starts[0]["reports"][0]), ("end", end)):
+        for name, row in report["domains"].items():
+            if name != "all":
+                figures[f"accept_length_{place}_{name}"] = row["accept_length"]
     for k, alpha in enumerate(end["domains"]["all"]["alpha"], start=1):
         # A position that no round reached has no rate.
         if alpha is not None:

@@ -100,6 +100,9 @@ def embedded(run: Path) -> dict[str, Any]:
 def loop_figures(run: Path) -> dict[str, float]:
     """What the finished run itself measured: accept lengths by step, who waited, rates, updates."""
     figures = run_figures(run) | accept_curve(run) | pace_figures(run)
+    for row in read_json_lines(run / METRICS_NAME):
+        if row["kind"] == "data" and "prompts" in row:
+            figures["prompts"] = row["prompts"]["used"]
     busy = figures["trainer_step_seconds"] + figures["trainer_wait_seconds"]
     figures["trainer_wait_fraction"] = figures["trainer_wait_seconds"] / busy
     figures["engine_idle_fraction"] = figures["engine_idle_seconds"] / figures["engine_up_seconds"]
@@ -175,7 +178,9 @@ def record(
             continue
         found = json.loads(path.read_text())
         if step == "embedded":
-            figures["accept_length_embedded"] = found["domains"]["all"]["accept_length"]
+            for domain, row in found["domains"].items():
+                ending = "" if domain == "all" else f"_{domain}"
+                figures[f"accept_length_embedded{ending}"] = row["accept_length"]
             continue
         prefix = "plain_" if step == "plain" else ""
         figures[f"{prefix}mean_tpot_ms"] = found["single"]["timings"]["mean_tpot_ms"]

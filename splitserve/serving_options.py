@@ -52,7 +52,8 @@ class ServerOptions:
     fold: str = ""
     """Parts of a DSPARK step to put into its graphs: all, or a list with commas."""
     kernels: str = ""
-    """Kernels of our own in place of SGLang's: all, or of attention, linear with commas."""
+    """Kernels of our own in place of SGLang's: all, or some of attention, linear, mlp, markov, rope
+    and norm, with commas."""
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang arguments of one's own: args.NAME=VALUE."""
     env: dict[str, Any] = field(default_factory=dict)

@@ -27,6 +27,9 @@ class SweepOptions(MeasureOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.url:
+            allowed = "none: a sweep starts servers of its own"
+            raise UserError("url", self.url, allowed, "leave url out")
         if not self.lengths or min(self.lengths) < 0:
             raise UserError("lengths", self.lengths, "numbers from 0", "write for example [0,3,7]")
 

@@ -139,8 +139,9 @@ def test_a_server_takes_the_place_of_the_command(
         (["gate", "http://127.0.0.1:9", "there"], "second_url='there'"),
         (["audit", NOBODY], "the address of an SGLang server that runs"),
         (["census", NOBODY], "the address of an SGLang server that runs"),
-        (["sweep", NOBODY, "what=drafts", "lengths=[]"], "lengths=[]"),
-        (["sweep", NOBODY, "what=drafts", "lengths=[-1]"], "lengths=[-1]"),
+        (["sweep", "what=drafts", "lengths=[]"], "lengths=[]"),
+        (["sweep", "what=drafts", "lengths=[-1]"], "lengths=[-1]"),
+        (["sweep", NOBODY, "what=sps"], "a sweep starts servers of its own"),
     ],
 )
 def test_bad_input_is_one_line(
