@@ -25,8 +25,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ class Cut:
 
     def with_product(self, place: int, config: skinny.Config) -> Cut:
         return replace(self, products=(*self.products[:place], config, *self.products[place + 1 :]))
+
+    def with_tiling(self, **changes: Any) -> Cut:
+        return replace(self, tiling=replace(self.tiling, **changes))
 
     def late(self) -> Cut:
         """The same without early launches of products and without tokens ahead."""
@@ -292,8 +296,8 @@ class Search:
         changed = True
         while changed:
             changed = False
-            for label, changes in self.changes(cut):
-                for other in changes:
+            for label, change in self.kinds():
+                for other in change(cut):
                     if other == cut or time.perf_counter() > self._end:
                         continue
                     try:
@@ -309,24 +313,30 @@ class Search:
                         print(f"{microseconds:8.2f} us  {label}: {cut}", flush=True)
         return cut, microseconds, began
 
-    def changes(self, cut: Cut) -> Iterator[tuple[str, list[Cut]]]:
-        """Small changes first; each of a kind starts from the same cut."""
+    def kinds(self) -> Iterator[tuple[str, Callable[[Cut], list[Cut]]]]:
+        """Kinds of changes, small ones first; each changes the cut that it is given."""
         on_gpu = self.layers.device == "cuda"
         for place in (1, 3, 2, 0) if on_gpu else ():
-            config = cut.products[place]
-            yield (
-                f"{PRODUCTS[place]}'s launch",
-                [cut.with_product(place, replace(config, pdl=not config.pdl))],
-            )
-        yield "ahead", [replace(cut, tiling=replace(cut.tiling, ahead=n)) for n in AHEAD * on_gpu]
-        half = replace(cut.tiling, half_parts=not cut.tiling.half_parts)
-        fewer = replace(cut.tiling, num_splits=max(1, cut.tiling.num_splits // 2))
-        yield "parts", [replace(cut, tiling=half), replace(cut, tiling=fewer)]
+            yield f"{PRODUCTS[place]}'s launch", partial(self._launched_otherwise, place)
+        if on_gpu:
+            yield "ahead", lambda cut: [cut.with_tiling(ahead=number) for number in AHEAD]
+        yield (
+            "parts",
+            lambda cut: [
+                cut.with_tiling(half_parts=not cut.tiling.half_parts),
+                cut.with_tiling(num_splits=max(1, cut.tiling.num_splits // 2)),
+            ],
+        )
         for place, name in enumerate(PRODUCTS):
-            yield (
-                f"{name}'s configuration",
-                [cut.with_product(place, config) for config in self.configs(name)],
-            )
+            yield f"{name}'s configuration", partial(self._configured_otherwise, place, name)
+
+    @staticmethod
+    def _launched_otherwise(place: int, cut: Cut) -> list[Cut]:
+        config = cut.products[place]
+        return [cut.with_product(place, replace(config, pdl=not config.pdl))]
+
+    def _configured_otherwise(self, place: int, name: str, cut: Cut) -> list[Cut]:
+        return [cut.with_product(place, config) for config in self.configs(name)]
 
     def configs(self, name: str) -> list[skinny.Config]:
         """A server's candidates, deeper ones, and all of them launched early."""
