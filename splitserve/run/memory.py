@@ -81,16 +81,17 @@ def needs(
     return list(found.values())
 
 
-def size_ring(found: Sequence[GpuNeeds], most: int) -> int:
+def size_ring(found: Sequence[GpuNeeds], least: int, most: int) -> int:
     """Give every target GPU a ring of what is left on the fullest of them; returns its bytes.
 
     Args:
         found: needs without a ring.
+        least: bytes without which the run cannot go on; `check_memory` tells if they do not fit.
         most: bytes that the samples can use.
     """
     targets = [entry for entry in found if entry.target]
     left = min(int(RING_FILL * entry.gpu.num_bytes) - entry.num_bytes for entry in targets)
-    num_bytes = max(0, min(left, most))
+    num_bytes = max(least, min(left, most))
     for entry in targets:
         entry.target["ring"] = num_bytes
     return num_bytes

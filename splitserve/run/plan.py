@@ -137,11 +137,12 @@ def make_plan(
     memory = needs(
         settings, placement, target.config, target.path, draft, layout.slot_bytes(1000) // 1000
     )
-    ring_bytes = settings.layout.ring_bytes
-    if not ring_bytes:
-        num_held = max(schedule.num_samples, 2 * settings.train.global_batch_size)
-        ring_bytes = size_ring(memory, num_held * layout.slot_bytes(settings.data.max_tokens))
-    check_ring(settings, layout, ring_bytes)
+    check_ring(settings, layout)
+    ring_bytes = settings.layout.ring_bytes or size_ring(
+        memory,
+        least=least_ring(settings, layout),
+        most=schedule.num_samples * layout.slot_bytes(settings.data.max_tokens),
+    )
     if check_fit:
         check_memory(memory)
     return Plan(
@@ -225,27 +226,28 @@ def check_measured_lengths(
     check_window(target, "eval.max_new_tokens", new, longest, "lower eval.max_new_tokens")
 
 
-def check_ring(settings: RunSettings, layout: RingLayout, num_bytes: int) -> None:
-    """Two whole batches must fit side by side, or the run could wait for itself.
+def least_ring(settings: RunSettings, layout: RingLayout) -> int:
+    """Bytes of two whole batches: with less the run could wait for itself."""
+    return 2 * settings.train.global_batch_size * layout.slot_bytes(settings.data.max_tokens)
+
+
+def check_ring(settings: RunSettings, layout: RingLayout) -> None:
+    """A ring with a size of its own must hold what it has to, and the host's must fit there.
 
     On GPUs `check_memory` counts the ring with the rest.
     """
-    needed = 2 * settings.train.global_batch_size * layout.slot_bytes(settings.data.max_tokens)
-    given = settings.layout.ring_bytes
-    if num_bytes < needed:
+    given, needed = settings.layout.ring_bytes, least_ring(settings, layout)
+    if given and given < needed:
         raise UserError(
             "layout.ring_bytes",
-            given or f"0 ({num_bytes} bytes are left on the fullest GPU)",
+            given,
             f"{needed} or more, two batches of data.max_tokens={settings.data.max_tokens}",
-            "raise layout.ring_bytes, or lower data.max_tokens or train.global_batch_size"
-            if given
-            else "spread the halves over more GPUs, or lower data.max_tokens, "
-            "train.global_batch_size or engine.max_running_requests",
+            "raise layout.ring_bytes, or lower data.max_tokens or train.global_batch_size",
         )
     if settings.layout.on_gpu:
         return
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // settings.layout.engines
-    if num_bytes > most:
+    if given > most:
         raise UserError(
             "layout.ring_bytes",
             given,

@@ -10,7 +10,7 @@ import pytest
 from splitserve.errors import UserError
 from splitserve.run.gpus import Gpu
 from splitserve.run.main import make_rings
-from splitserve.run.memory import GIB, RING_FILL, GpuNeeds, size_ring
+from splitserve.run.memory import GIB, RING_FILL, GpuNeeds, check_memory, size_ring
 from splitserve.run.plan import check_ring
 from splitserve.settings import DataSettings, LayoutSettings, RunSettings, TargetSettings
 from splitserve.transport.layout import RingLayout
@@ -34,12 +34,12 @@ def with_ring(num_bytes: int, engines: int = 1) -> RunSettings:
 )
 def test_a_ring_that_cannot_be_is_refused(num_bytes: int, engines: int, allowed: str) -> None:
     with pytest.raises(UserError, match=allowed) as caught:
-        check_ring(with_ring(num_bytes, engines), LAYOUT, num_bytes)
+        check_ring(with_ring(num_bytes, engines), LAYOUT)
     assert caught.value.field == "layout.ring_bytes"
 
 
 def test_a_ring_that_fits_is_taken() -> None:
-    check_ring(with_ring(2**26), LAYOUT, 2**26)
+    check_ring(with_ring(2**26), LAYOUT)
 
 
 def test_a_ring_without_a_size_takes_what_is_left_of_the_fullest_target_gpu() -> None:
@@ -50,22 +50,16 @@ def test_a_ring_without_a_size_takes_what_is_left_of_the_fullest_target_gpu() ->
         GpuNeeds(gpus[2], train={"optimizer": 70 * GIB}),
     ]
     left = int(RING_FILL * 100 * GIB) - 50 * GIB
-    assert size_ring(found, 2**60) == left
+    assert size_ring(found, GIB, 2**60) == left
     assert [entry.target.get("ring") for entry in found] == [left, left, None]
-    assert size_ring(found[:1], 3 * GIB) == 3 * GIB
+    assert size_ring(found[:1], GIB, 3 * GIB) == 3 * GIB
 
 
-def test_where_too_little_is_left_the_remedy_is_another_layout() -> None:
+def test_where_too_little_is_left_the_plan_says_what_does_not_fit() -> None:
     full = [GpuNeeds(Gpu("0", "a GPU", 10 * GIB), target={"target weights": 9 * GIB})]
-    assert size_ring(full, 2**60) == 0
-    settings = RunSettings(
-        target=TargetSettings(path="target"),
-        data=DataSettings(prompts="prompts.jsonl"),
-        layout=LayoutSettings(device="cuda", target=[0], train=[0], ring_bytes=0),
-    )
-    with pytest.raises(UserError, match="spread the halves") as caught:
-        check_ring(settings, LAYOUT, 0)
-    assert "0 bytes are left" in str(caught.value)
+    assert size_ring(full, GIB, 2**60) == full[0].target["ring"] == GIB
+    with pytest.raises(UserError, match="the largest part is target weights"):
+        check_memory(full)
 
 
 def test_on_the_cpu_a_ring_has_a_size() -> None:
