@@ -200,6 +200,9 @@ def skinny_linear_kernel(
         )
         gdc_wait()
     # Loaded before the loop and used behind it, where their way would be waited for.
+    residual = None
+    gain = None
+    sums = None
     if residual_ptr is not None:
         # A name of its own: in a loop a name has one shape.
         is_out = is_row & (n < N)[:, None]
@@ -256,27 +259,15 @@ def skinny_linear_kernel(
                     other=0.0,
                     cache_modifier=".cg",
                 )
-            if sums_ptr is not None:
-                total = _scale(total, sums, eps, K)
-            if GATED:
-                _store_gated(total, y_ptr, m, tile, is_row, N // 2)
-            elif residual_ptr is not None:
-                squares_at = squares_ptr + tile * rows + m
-                _store_added(
-                    total, bias_ptr, y_ptr, residual, gain, h_ptr, squares_at, m, n, is_row, N
-                )
-            else:
-                _store(total, bias_ptr, y_ptr, m, n, is_row, N)
+            _finish(
+                total, sums, eps, K, bias_ptr, y_ptr, residual, gain, h_ptr, squares_ptr, m, n,
+                tile, is_row, rows, N, GATED,
+            )  # fmt: skip
     else:
-        if sums_ptr is not None:
-            acc = _scale(acc, sums, eps, K)
-        if GATED:
-            _store_gated(acc, y_ptr, m, tile, is_row, N // 2)
-        elif residual_ptr is not None:
-            squares_at = squares_ptr + tile * rows + m
-            _store_added(acc, bias_ptr, y_ptr, residual, gain, h_ptr, squares_at, m, n, is_row, N)
-        else:
-            _store(acc, bias_ptr, y_ptr, m, n, is_row, N)
+        _finish(
+            acc, sums, eps, K, bias_ptr, y_ptr, residual, gain, h_ptr, squares_ptr, m, n, tile,
+            is_row, rows, N, GATED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -295,6 +286,23 @@ def _launch_dependents_if(is_now):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _finish(
+    acc, sums, eps, K, bias_ptr, y_ptr, residual, gain, h_ptr, squares_ptr, m, n, tile, is_row,
+    rows, N, GATED: tl.constexpr,
+):  # fmt: skip
+    """Scale by a norm before, then store as what follows wants it."""
+    if sums is not None:
+        acc = _scale(acc, sums, eps, K)
+    if GATED:
+        _store_gated(acc, y_ptr, m, tile, is_row, N // 2)
+    elif residual is not None:
+        squares_at = squares_ptr + tile * rows + m
+        _store_added(acc, bias_ptr, y_ptr, residual, gain, h_ptr, squares_at, m, n, is_row, N)
+    else:
+        _store(acc, bias_ptr, y_ptr, m, n, is_row, N)
 
 
 @triton.jit
