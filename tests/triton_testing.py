@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +43,15 @@ def copy_module(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
     patch.setitem(sys.modules, copied, module)
     spec.loader.exec_module(module)
     return module
+
+
+def fill_with_nan(patch: pytest.MonkeyPatch) -> None:
+    """torch.empty and empty_like give NaN, so that nothing unwritten is read or returned."""
+    empty = torch.empty
+
+    def nan_empty(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    patch.setattr(torch, "empty", nan_empty)
+    patch.setattr(torch, "empty_like", lambda t: nan_empty(t.shape, dtype=t.dtype, device=t.device))

@@ -22,6 +22,7 @@ os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
 
 import torch
 from safetensors.torch import load_file
+from sglang_testing import make_groups, publish
 from torch import Tensor, nn
 
 
@@ -45,33 +46,6 @@ class PlainAttention(nn.Module):
             scores = rows[:, head] @ keys[:, head // group].T * self.scaling
             out[:, head] = torch.softmax(scores, -1) @ values[:, head // group]
         return out.flatten(1)
-
-
-def start(folder: str, rendezvous: Path) -> None:
-    """The global state that SGLang's layers ask for: arguments and a group of one process."""
-    from sglang.srt.distributed import parallel_state
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-
-    from splitserve.engine import rotary_shim
-
-    rotary_shim.install()
-    set_global_server_args_for_scheduler(
-        ServerArgs(
-            model_path=folder,
-            device="cpu",
-            attention_backend="torch_native",
-            sampling_backend="pytorch",
-            disable_overlap_schedule=True,
-        )
-    )
-    parallel_state.init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        backend="gloo",
-        distributed_init_method=f"file://{rendezvous}",
-    )
-    parallel_state.initialize_model_parallel()
 
 
 @torch.no_grad()
@@ -134,7 +108,8 @@ def main() -> None:
     cases_file, results_file = sys.argv[1:]
     cases = torch.load(cases_file)
     with tempfile.TemporaryDirectory() as folder:
-        start(next(iter(cases)), Path(folder) / "rendezvous")
+        publish(next(iter(cases)))
+        make_groups(Path(folder) / "rendezvous")
         results = {}
         for name, inputs in cases.items():
             torch.set_default_dtype(inputs["embeds"].dtype)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sglang_testing import run_script
 
 from dspark.checkpoint import load_draft, save_draft
 from dspark.config import DraftConfig
@@ -88,15 +86,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, d
         }
     torch.save(cases, root / "cases.pt")
     script = Path(__file__).with_name("sglang_draft_process.py")
-    imports = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(script), str(root / "cases.pt"), str(root / "results.pt")],
-        env={**os.environ, "PYTHONPATH": imports},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(script, root / "cases.pt", root / "results.pt")
     found = torch.load(root / "results.pt")
     return {
         name: (cases[str(root / name)], found[str(root / name)], drafts[name]) for name in CASES

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang_testing import make_groups, publish
 from torch import Tensor, nn
 
 ROWS = 7
@@ -40,35 +41,16 @@ class MeanAttention(nn.Module):
 
 def start(folder: Path) -> None:
     """The global state that SGLang's layers ask for, and hooks on them."""
-    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import layernorm
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
     from transformers import Qwen3Config
 
     from serving import hooks_kernels, hooks_linear
     from serving.kernels import linear_choice
-    from splitserve.engine import rotary_shim
 
-    rotary_shim.install()
     Qwen3Config(architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
-    arguments = ServerArgs(
-        model_path=str(folder),
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_overlap_schedule=True,
-    )
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
-    parallel_state.init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        backend="gloo",
-        distributed_init_method=f"file://{folder}/rendezvous",
-    )
-    parallel_state.initialize_model_parallel()
+    publish(folder)
+    make_groups(folder / "rendezvous")
 
     def forward_cuda(
         norm: Any, x: Any, residual: Any = None, post: Any = None, quant_linear: Any = None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_testing import run_script
 from test_launch import sglang_folder
 
 MOST_ERROR = 0.02
@@ -23,15 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("sglang.srt.models.dspark")
     file = tmp_path_factory.mktemp("norm") / "results.json"
     script = Path(__file__).with_name("norm_process.py")
-    imports = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(script), str(file)],
-        env={**os.environ, "PYTHONPATH": imports, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(script, file, TRITON_INTERPRET="1")
     return json.loads(file.read_text())
 
 

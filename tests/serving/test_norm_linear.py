@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.nn import functional as F
-from triton_testing import CUDA, DEVICE, triton_module
+from triton_testing import CUDA, DEVICE, fill_with_nan, triton_module
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
@@ -38,17 +38,7 @@ def skinny() -> Iterator[ModuleType]:
 
 @pytest.fixture(autouse=True)
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.empty gives is NaN, so that nothing unwritten is read or returned."""
-    empty = torch.empty
-
-    def nan_empty(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", nan_empty)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda t: nan_empty(t.shape, dtype=t.dtype, device=t.device)
-    )
+    fill_with_nan(monkeypatch)
 
 
 def make(rows: int, width: int = WIDTH, inner: int = INNER, out: int = OUT) -> Inputs:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_testing import CUDA, DEVICE, copy_module, triton_module
+from triton_testing import CUDA, DEVICE, copy_module, fill_with_nan, triton_module
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
@@ -33,14 +33,7 @@ def skinny() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.empty gives is NaN, so that nothing unwritten is read or returned."""
-    empty = torch.empty
-
-    def nan_empty(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", nan_empty)
+    fill_with_nan(monkeypatch)
 
 
 def make(

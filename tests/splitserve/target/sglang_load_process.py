@@ -16,40 +16,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from sglang_testing import make_groups, publish
 from torch import Tensor
-
-
-def publish(folder: str) -> None:
-    """Make the arguments for that folder those of this process, the only rank."""
-    from sglang.srt.runtime_context import SpawnRanks
-    from sglang.srt.runtime_context import publish as publish_arguments
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path=folder,
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_overlap_schedule=True,
-    )
-    publish_arguments(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
-
-
-def make_groups(rendezvous: Path) -> None:
-    """The process groups that SGLang's layers ask for."""
-    from sglang.srt.distributed import parallel_state
-
-    from splitserve.engine import rotary_shim
-
-    rotary_shim.install()
-    parallel_state.init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        backend="gloo",
-        distributed_init_method=f"file://{rendezvous}",
-    )
-    parallel_state.initialize_model_parallel()
 
 
 def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:

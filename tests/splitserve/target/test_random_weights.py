@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from sglang_testing import run_script
 
 from splitserve.target import random_weights
 from splitserve.target.byte_tokenizer import byte_tokenizer
@@ -95,14 +93,7 @@ def loaded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     pytest.importorskip("sglang")
     results = tmp_path_factory.mktemp("sglang") / "results.json"
     script = Path(__file__).with_name("sglang_load_process.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(results), *map(str, folders.values())],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(script, results, *folders.values())
     found = json.loads(results.read_text())
     return {name: found[str(folder)] for name, folder in folders.items()}
 
