@@ -6,7 +6,7 @@ draft of 5 layers). Random weights are made up by SGLang while it starts: nothin
 two config.json, and nothing is read. No draft of random weights is ever accepted, so there a step
 is a token.
 
-Parts, each with engines of its own:
+Parts:
 
     pair      SGLang's default static verify against the same with everything folded, in turn:
               step times, the gates between them, and a census of both; `--kernels all` lets the
@@ -15,6 +15,9 @@ Parts, each with engines of its own:
     compact   verification by confidence
     nextn     drafts by the target's own MTP layer (ling3)
     each      the default against each single switch, in turn
+
+As many engines as `--beside` says are on the GPU at a time, idle but for the one that is asked:
+with more, more of them start at once. Random ones of 8 billion parameters fit five times.
 
 Writes `serving_MODEL.json` into `--folder` (by default benchmarks/results) and prints it. `--add`
 takes in the figures of earlier files, so that parts can be measured in several calls.
@@ -25,10 +28,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +44,13 @@ from benchmarks.record import ROOT, write_record
 from dspark.config import DraftConfig
 from serving.bench import Run, compare
 from serving.gates import gates_to_dict, gather, judge
+from serving.hooks_kernels import CHOICES
 from serving.server import Server, ServerError
 from serving.session import summarize_traces, traced
 from splitserve.serving_options import MeasureOptions
 from splitserve.serving_run import open_server, run_warm, workload_of
 
+MEMORY = 0.9
 PARTS = ("pair", "plain", "compact", "nextn", "each")
 CONTEXTS = (512, 8192)
 LING3_MID = {
@@ -151,62 +158,65 @@ def contexts_of(options: MeasureOptions) -> dict[str, MeasureOptions]:
     return {**dict(zip(found, short, strict=False)), "": longest}
 
 
-async def pair(options: MeasureOptions, rounds: int, change: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Measurement:
+    """Figures that need some engines at the same time."""
+
+    part: str
+    engines: dict[str, MeasureOptions]
+    take: Callable[..., Awaitable[dict[str, Any]]]
+    """Given the engines' servers in their order."""
+
+
+async def pair(
+    options: MeasureOptions, rounds: int, change: dict[str, Any], default: Server, folded: Server
+) -> dict[str, Any]:
     """Default against folded, with kernels of our own where asked for."""
     figures: dict[str, Any] = {}
     contexts = contexts_of(options)
     main = workload_of(contexts[""])
-    async with AsyncExitStack() as stack:
-        default, folded = await _two(stack, contexts[""], change)
-        for ending, context in contexts.items():
-            found = await compare(
-                (default, folded), ("default", "folded"), workload_of(context), rounds=rounds
-            )
-            first, second = found.step_ms
-            figures |= {
-                f"default_step_ms{ending}": first,
-                f"step_ms{ending}": second,
-                f"step_ratio{ending}": first / second,
-                f"step_spread_ms{ending}": found.spread_ms,
-                f"verdict{ending}": found.verdict,
-            }
-        figures |= _of_run(found.runs[1][-1])
-        evidence = [
-            await gather(server, main.prompts, stop_token_ids=main.stop_token_ids)
-            for server in (default, folded)
-        ]
-        # Kernels of our own round otherwise than SGLang's. A score is `splitserve gate`'s to take.
-        declared = bool(change.get("kernels"))
-        judged = judge(*evidence, declared_rounding=declared)
-        gates = gates_to_dict([gate for gate in judged if gate.name != "score"])
-        figures["gates_passed"] = gates["passed"]
-        figures["gates"] = gates["gates"]
-        for prefix, server, step in (("default_", default, first), ("", folded, second)):
-            traces = await traced(server, main, Path(options.folder) / f"traces_{prefix}pair")
-            census, facts = summarize_traces(traces)
-            figures |= {
-                f"{prefix}idle_fraction": census.calibrated_idle_fraction(step),
-                f"{prefix}profiled_step_ms": census.step_ms,
-                f"{prefix}milliseconds": census.milliseconds,
-                f"{prefix}eager_kernels_per_step": facts.eager_kernels,
-                f"{prefix}graphs_per_step": facts.graphs + facts.small_graphs,
-                f"{prefix}synchronizations_per_step": facts.synchronizations,
-            }
+    for ending, context in contexts.items():
+        found = await compare(
+            (default, folded), ("default", "folded"), workload_of(context), rounds=rounds
+        )
+        first, second = found.step_ms
+        figures |= {
+            f"default_step_ms{ending}": first,
+            f"step_ms{ending}": second,
+            f"step_ratio{ending}": first / second,
+            f"step_spread_ms{ending}": found.spread_ms,
+            f"verdict{ending}": found.verdict,
+        }
+    figures |= _of_run(found.runs[1][-1])
+    evidence = [
+        await gather(server, main.prompts, stop_token_ids=main.stop_token_ids)
+        for server in (default, folded)
+    ]
+    # Kernels of our own round otherwise than SGLang's. A score is `splitserve gate`'s to take.
+    declared = bool(change.get("kernels"))
+    judged = judge(*evidence, declared_rounding=declared)
+    gates = gates_to_dict([gate for gate in judged if gate.name != "score"])
+    figures["gates_passed"] = gates["passed"]
+    figures["gates"] = gates["gates"]
+    for prefix, server, step in (("default_", default, first), ("", folded, second)):
+        traces = await traced(server, main, Path(options.folder) / f"traces_{prefix}pair")
+        census, facts = summarize_traces(traces)
+        figures |= {
+            f"{prefix}idle_fraction": census.calibrated_idle_fraction(step),
+            f"{prefix}profiled_step_ms": census.step_ms,
+            f"{prefix}milliseconds": census.milliseconds,
+            f"{prefix}eager_kernels_per_step": facts.eager_kernels,
+            f"{prefix}graphs_per_step": facts.graphs + facts.small_graphs,
+            f"{prefix}synchronizations_per_step": facts.synchronizations,
+        }
     return figures
-
-
-async def _two(
-    stack: AsyncExitStack, options: MeasureOptions, change: dict[str, Any]
-) -> tuple[Server, Server]:
-    work = workload_of(options)
-    first = await open_server(stack, options, work, "default", beside=True)
-    other = changed(options, change)
-    return first, await open_server(stack, other, work, "changed", beside=True)
 
 
 def changed(options: MeasureOptions, change: dict[str, Any]) -> MeasureOptions:
     """The options with a change; its arguments and variables are added to theirs."""
-    added = {n: {**getattr(options, n), **change[n]} for n in ("args", "env") if n in change}
+    added: dict[str, Any] = {
+        n: {**getattr(options, n), **change[n]} for n in ("args", "env") if n in change
+    }
     return replace(options, **{**change, **added})
 
 
@@ -219,66 +229,145 @@ def _of_run(run: Run) -> dict[str, Any]:
     }
 
 
-async def alone(options: MeasureOptions, prefix: str) -> dict[str, Any]:
+async def alone(options: MeasureOptions, prefix: str, server: Server) -> dict[str, Any]:
     """One engine that nothing is compared with."""
     figures: dict[str, Any] = {}
-    contexts = contexts_of(options)
-    async with AsyncExitStack() as stack:
-        server = await open_server(stack, contexts[""], workload_of(contexts[""]), prefix)
-        for ending, context in contexts.items():
-            run = await run_warm(server, workload_of(context))
-            figures |= {
-                f"{prefix}_tpot_ms{ending}": run.report.timings["mean_tpot_ms"],
-                f"{prefix}_step_ms{ending}": run.step_ms,
-                f"{prefix}_accept_length{ending}": run.report.accept_length,
-            }
+    for ending, context in contexts_of(options).items():
+        run = await run_warm(server, workload_of(context))
+        figures |= {
+            f"{prefix}_tpot_ms{ending}": run.report.timings["mean_tpot_ms"],
+            f"{prefix}_step_ms{ending}": run.step_ms,
+            f"{prefix}_accept_length{ending}": run.report.accept_length,
+        }
     return figures
 
 
-async def each(options: MeasureOptions, rounds: int, names: Sequence[str]) -> dict[str, Any]:
-    """The default against each of these switches, with its longest context."""
-    figures: dict[str, Any] = {}
-    context = contexts_of(options)[""]
-    work = workload_of(context)
-    async with AsyncExitStack() as stack:
-        default = await open_server(stack, context, work, "default", beside=True)
-        for name in names:
-            change = SINGLE[name]
-            async with AsyncExitStack() as inner:
-                server = await open_server(inner, changed(context, change), work, name, beside=True)
-                found = await compare((default, server), ("default", name), work, rounds=rounds)
-            first, second = found.step_ms
-            figures |= {
-                f"each_{name}_ratio": first / second,
-                f"each_{name}_spread_ms": found.spread_ms,
-                f"each_{name}_verdict": found.verdict,
-            }
-            print(f"{name}: {found.verdict}", file=sys.stderr, flush=True)
-    return figures
-
-
-def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], None]) -> bool:
-    """Measure the parts; `record` is given all figures after each. Whether every part succeeded."""
-    options = base_options(given)
-    works: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-        "pair": lambda: pair(options, given.rounds, {"fold": given.fold, "kernels": given.kernels}),
-        "plain": lambda: alone(replace(options, profile="plain", draft=""), "plain"),
-        "compact": lambda: alone(replace(options, profile="dspark_compact"), "compact"),
-        "nextn": lambda: alone(replace(options, profile="nextn", draft=""), "nextn"),
-        "each": lambda: each(options, given.rounds, given.only),
+async def single(
+    options: MeasureOptions, rounds: int, name: str, default: Server, server: Server
+) -> dict[str, Any]:
+    """The default against one switch, with its longest context."""
+    work = workload_of(contexts_of(options)[""])
+    found = await compare((default, server), ("default", name), work, rounds=rounds)
+    first, second = found.step_ms
+    print(f"{name}: {found.verdict}", file=sys.stderr, flush=True)
+    return {
+        f"each_{name}_ratio": first / second,
+        f"each_{name}_spread_ms": found.spread_ms,
+        f"each_{name}_verdict": found.verdict,
     }
+
+
+def measurements(given: argparse.Namespace) -> list[Measurement]:
+    """What the parts consist of, in their order."""
+    options = base_options(given)
+    change = {"fold": given.fold, "kernels": given.kernels}
+    of_part: dict[str, list[Measurement]] = {
+        "pair": [
+            Measurement(
+                "pair",
+                {"default": options, "changed": changed(options, change)},
+                partial(pair, options, given.rounds, change),
+            )
+        ],
+        "each": [
+            Measurement(
+                "each",
+                {"default": options, name: changed(options, SINGLE[name])},
+                partial(single, options, given.rounds, name),
+            )
+            for name in given.only
+        ],
+    }
+    for name, other in (
+        ("plain", replace(options, profile="plain", draft="")),
+        ("compact", replace(options, profile="dspark_compact")),
+        ("nextn", replace(options, profile="nextn", draft="")),
+    ):
+        of_part[name] = [Measurement(name, {name: other}, partial(alone, other, name))]
+    return [found for part in given.parts for found in of_part[part]]
+
+
+class Engines:
+    """Engines that share the GPU, never asked at once. Those of a group start together."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[str, Server | Exception] = {}
+        self._stacks: dict[str, AsyncExitStack] = {}
+
+    async def of(self, wanted: Sequence[Measurement]) -> list[Server]:
+        """The first measurement's servers; if it lacks one, those of the next ones start, too.
+
+        Raises:
+            ServerError, ValueError: one of them did not start.
+        """
+        first = wanted[0].engines
+        if not set(first) <= set(self._open):
+            group: dict[str, MeasureOptions] = {}
+            for measurement in wanted:
+                if len({*group, *measurement.engines}) > max(self._most, len(first)):
+                    break
+                group |= measurement.engines
+            await self._close(set(self._open) - set(group))
+            missing = {name: group[name] for name in group if name not in self._open}
+            # Whoever times kernels while it warms up has the GPU to itself.
+            timing = set() if CHOICES in os.environ else {n for n in missing if missing[n].kernels}
+            await asyncio.gather(*(self._start(n, missing[n]) for n in missing if n not in timing))
+            for name in missing:
+                if name in timing:
+                    await self._start(name, missing[name])
+        servers = []
+        for name in first:
+            found = self._open[name]
+            if isinstance(found, Exception):
+                raise found
+            servers.append(found)
+        return servers
+
+    async def _start(self, name: str, options: MeasureOptions) -> None:
+        if self._most > 2:
+            # Of what the GPU has; the tokens that are needed bound what is taken.
+            options = replace(options, args={"mem_fraction_static": MEMORY, **options.args})
+        longest = contexts_of(options)[""]
+        stack = self._stacks[name] = AsyncExitStack()
+        try:
+            self._open[name] = await open_server(
+                stack, longest, workload_of(longest), name, beside=True
+            )
+        except (ServerError, ValueError) as error:
+            self._open[name] = error
+
+    async def _close(self, names: set[str]) -> None:
+        await asyncio.gather(*(self._stacks.pop(name).aclose() for name in names))
+        for name in names:
+            del self._open[name]
+
+    async def close(self) -> None:
+        """End them all."""
+        await self._close(set(self._stacks))
+
+
+async def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], None]) -> bool:
+    """Measure the parts; `record` is given all figures after each. Whether every one succeeded."""
+    left = measurements(given)
+    engines = Engines(given.beside)
     figures: dict[str, Any] = {}
     succeeded = True
-    for part in given.parts:
-        try:
-            figures |= asyncio.run(_awaited(works[part]))
-        except (ServerError, ValueError) as error:
-            # The other parts are still worth their time; the exit code says that one failed.
-            figures[f"failed_{part}"] = str(error)
-            succeeded = False
-            print(f"{part} failed: {error}", file=sys.stderr, flush=True)
-        if set(figures) - {f"failed_{name}" for name in PARTS}:
-            record(figures)
+    try:
+        while left:
+            part = left[0].part
+            try:
+                figures |= await left[0].take(*await engines.of(left))
+            except (ServerError, ValueError) as error:
+                # The others are still worth their time; the exit code says that one failed.
+                figures[f"failed_{part}"] = str(error)
+                succeeded = False
+                print(f"{part} failed: {error}", file=sys.stderr, flush=True)
+            if set(figures) - {f"failed_{name}" for name in PARTS}:
+                record(figures)
+            left = left[1:]
+    finally:
+        await engines.close()
     return succeeded
 
 
@@ -294,10 +383,6 @@ def argument(text: str) -> tuple[str, Any]:
     return name, found
 
 
-async def _awaited(work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    return await work()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the parts; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -311,6 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive, default=256, help="of an answer")
     parser.add_argument("--block-size", type=positive, default=7, help="of a random draft")
     parser.add_argument("--rounds", type=positive, default=3, help="of a comparison")
+    parser.add_argument("--beside", type=positive, default=2, help="engines on the GPU at a time")
     parser.add_argument("--fold", default="all", help="what the changed side of pair folds")
     parser.add_argument("--kernels", default="", help="and which kernels of our own it has")
     parser.add_argument("--work", default="serving_work", help="folder for logs and traces")
@@ -329,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def record(figures: dict[str, Any]) -> None:
         write_record(f"serving_{given.model}", {**earlier, **figures}, folder=given.folder)
 
-    return 0 if measure(given, record) else 1
+    return 0 if asyncio.run(measure(given, record)) else 1
 
 
 if __name__ == "__main__":

@@ -127,6 +127,37 @@ def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: P
     assert [n for n in figures if n.endswith("_ratio")] == ["each_glue_ratio"]
 
 
+@pytest.mark.parametrize("most", [2, 4])
+def test_no_more_engines_share_the_gpu_than_may(
+    most: int, opened: list[MeasureOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[str] = []
+    seen: list[int] = []
+    once = script.open_server
+
+    async def open_server(
+        stack: AsyncExitStack, options: MeasureOptions, work: Any, name: str, **more: Any
+    ) -> Any:
+        server = await once(stack, options, work, name, **more)
+        assert options.args.get("mem_fraction_static") == (None if most == 2 else script.MEMORY)
+        alive.append(name)
+        seen.append(len(alive))
+        stack.callback(alive.remove, name)
+        return server
+
+    monkeypatch.setattr(script, "open_server", open_server)
+    few = ["glue", "accept", "mid_fold", "kernels_linear"]
+    parts = ["--parts", "pair", "nextn", "plain", "compact", "each", "--only", *few]
+    given = [*parts, "--beside", str(most), "--folder", "r", "--number", "1"]
+    # One that does not start leaves the others of its group.
+    assert script.main(["ling3", *given]) == 1
+    assert max(seen) == most
+    assert not alive
+    figures = record(tmp_path, "ling3")["figures"]
+    assert "failed_nextn" in figures
+    assert NEEDED | {"compact_step_ms"} | {f"each_{name}_ratio" for name in few} <= set(figures)
+
+
 def test_smollm2_needs_its_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for given, message in (
         (["smollm2"], "smollm2 takes --target and --draft"),
