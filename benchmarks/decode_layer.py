@@ -23,9 +23,13 @@ under TRITON_INTERPRET=1 only shows that the script works.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,9 +51,9 @@ MOST_ERROR = 0.05
 """RMS of the difference to the first cut's result, relative to it, behind all layers."""
 EPS = 1e-6
 AHEAD = (0, 32, 64, 128, 256, 512)
-DEEPER = (1, 2, 3)
-"""Stages more than a candidate has: with more memory fewer programs share a multiprocessor."""
 SHARED_BYTES = 227 * 1024
+COMPILERS = 14
+"""Processes that compile what the search will try, at most."""
 PRODUCTS = ("qkv", "o", "mlp", "down")
 
 
@@ -316,6 +320,8 @@ class Search:
     def kinds(self) -> Iterator[tuple[str, Callable[[Cut], list[Cut]]]]:
         """Kinds of changes, small ones first; each changes the cut that it is given."""
         on_gpu = self.layers.device == "cuda"
+        if on_gpu:
+            yield "launches", self._launched_early
         for place in (1, 3, 2, 0) if on_gpu else ():
             yield f"{PRODUCTS[place]}'s launch", partial(self._launched_otherwise, place)
         if on_gpu:
@@ -330,6 +336,15 @@ class Search:
         for place, name in enumerate(PRODUCTS):
             yield f"{name}'s configuration", partial(self._configured_otherwise, place, name)
 
+    def _launched_early(self, cut: Cut) -> list[Cut]:
+        """All products, as they are and with rings that leave each a multiprocessor of its own."""
+        early = Cut(tuple(replace(config, pdl=True) for config in cut.products), cut.tiling)
+        alone = [
+            (alone_on_it(config, self.layers.sizes[name], num_sms()) or config)
+            for name, config in zip(PRODUCTS, early.products, strict=True)
+        ]
+        return [early, Cut(tuple(alone), cut.tiling)]
+
     @staticmethod
     def _launched_otherwise(place: int, cut: Cut) -> list[Cut]:
         config = cut.products[place]
@@ -339,14 +354,58 @@ class Search:
         return [cut.with_product(place, config) for config in self.configs(name)]
 
     def configs(self, name: str) -> list[skinny.Config]:
-        """A server's candidates, deeper ones, and all of them launched early."""
+        """A server's candidates, also alone on a multiprocessor, also launched early."""
         size = self.layers.sizes[name]
         weight = self.layers.weights[name][0]
-        found = list(linear_choice.device_candidates(weight, self.layers.rows, size.gated))
-        found += [replace(c, num_stages=c.num_stages + more) for c in found for more in DEEPER]
-        fitting = [c for c in dict.fromkeys(found) if c.shared_bytes <= SHARED_BYTES]
+        found = linear_choice.device_candidates(weight, self.layers.rows, size.gated)
+        alone = [alone_on_it(config, size, num_sms()) for config in found]
+        configs = list(dict.fromkeys([*found, *(config for config in alone if config)]))
         early = (False, True) if self.layers.device == "cuda" else (False,)
-        return [replace(config, pdl=pdl) for config in fitting for pdl in early]
+        return [replace(config, pdl=pdl) for pdl in early for config in configs]
+
+    def compile_share(self, cut: Cut, share: int, shares: int) -> None:
+        """Leave part of what the search of this cut tries first in Triton's cache."""
+        tried = list(dict.fromkeys(other for _, change in self.kinds() for other in change(cut)))
+        for other in tried[share::shares]:
+            for launched in (other, other.late()):
+                # The search meets it again, and says so.
+                with suppress(Exception):
+                    self.layers.run(launched)
+
+
+def num_sms() -> int:
+    """Of the GPU; of an H200 where there is none."""
+    return decode_attention.num_sms(
+        torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    )
+
+
+def alone_on_it(config: skinny.Config, size: Sizes, sms: int) -> skinny.Config | None:
+    """The same with the least ring that lets no second program onto a multiprocessor.
+
+    Programs that start early otherwise crowd onto the multiprocessors that are free first. None
+    where there are more tiles than multiprocessors, or no such ring.
+    """
+    most = sms // config.num_tiles(size.num_out)
+    if not most:
+        return None
+    config = replace(config, split_k=min(config.split_k, most))
+    while config.shared_bytes <= SHARED_BYTES // 2:
+        config = replace(config, num_stages=config.num_stages + 1)
+    steps = -(-size.num_in // config.block_k) // config.split_k
+    # A newer Triton may take one buffer more.
+    fits = config.shared_bytes * (1 + 1 / config.num_stages) <= SHARED_BYTES
+    return config if fits and config.num_stages <= steps + 1 else None
+
+
+def compile_first(arguments: Sequence[str]) -> None:
+    """Compile in as many processes as there are processors, which the search would do in one."""
+    number = min(COMPILERS, len(os.sched_getaffinity(0)))
+    command = [sys.executable, "-m", "benchmarks.decode_layer", *arguments, "--share"]
+    processes = [subprocess.Popen([*command, str(n), str(number)]) for n in range(number)]
+    for process in processes:
+        # What one leaves uncompiled the search compiles.
+        process.wait()
 
 
 def first_cut(layers: Layers, kept: KeptChoices) -> Cut:
@@ -360,8 +419,8 @@ def first_cut(layers: Layers, kept: KeptChoices) -> Cut:
         products.append(likely if chosen == skinny.LIBRARY else skinny.Config.parse(chosen))
     geometry = layers.geometry
     num_rows = layers.rows * geometry.heads // geometry.kv_heads
-    sms = decode_attention.num_sms(layers.x.device)
-    return Cut(tuple(products), decode_attention.pick_tiling(1, geometry.kv_heads, num_rows, sms))
+    tiling = decode_attention.pick_tiling(1, geometry.kv_heads, num_rows, num_sms())
+    return Cut(tuple(products), tiling)
 
 
 def shape_of(name: str, size: Sizes, rows: int) -> Shape:
@@ -384,17 +443,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--choices", type=Path, help="file of choices to begin with and add to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="folder of the record")
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.rows > decode_attention.MAX_ROWS // 4 or options.rows > skinny.MAX_ROWS // 2:
         parser.error(f"--rows {options.rows}: allowed: up to {skinny.MAX_ROWS // 2}")
     if options.timeline and options.device == "cpu":
         parser.error("--timeline: allowed with --device cuda; leave it out")
     kept = KeptChoices(options.choices)
+    if options.device == "cuda" and not options.share:
+        compile_first(sys.argv[1:] if argv is None else argv)
     layers = Layers(
-        GEOMETRIES[options.model], options.rows, options.context, options.depth, options.device
+        GEOMETRIES[options.model],
+        *(options.rows, options.context, 1 if options.share else options.depth, options.device),
     )
     search = Search(layers, options.seconds, options.replays)
     first = first_cut(layers, kept)
+    if options.share:
+        search.compile_share(first, *options.share)
+        return 0
     apart = search.time_apart(first)
     print(f"{apart:8.2f} us  with norms apart", flush=True)
     cut, microseconds, began = search.best(first)
