@@ -340,8 +340,8 @@ class Search:
         """All products, as they are and with rings that leave each a multiprocessor of its own."""
         early = Cut(tuple(replace(config, pdl=True) for config in cut.products), cut.tiling)
         alone = [
-            (alone_on_it(config, self.layers.sizes[name], num_sms()) or config)
-            for name, config in zip(PRODUCTS, early.products, strict=True)
+            linear_choice.alone(config, size.num_out, size.num_in, num_sms()) or config
+            for size, config in zip(self.layers.sizes.values(), early.products, strict=True)
         ]
         return [early, Cut(tuple(alone), cut.tiling)]
 
@@ -358,7 +358,9 @@ class Search:
         size = self.layers.sizes[name]
         weight = self.layers.weights[name][0]
         found = linear_choice.device_candidates(weight, self.layers.rows, size.gated)
-        alone = [alone_on_it(config, size, num_sms()) for config in found]
+        alone = [
+            linear_choice.alone(config, size.num_out, size.num_in, num_sms()) for config in found
+        ]
         configs = list(dict.fromkeys([*found, *(config for config in alone if config)]))
         early = (False, True) if self.layers.device == "cuda" else (False,)
         return [replace(config, pdl=pdl) for pdl in early for config in configs]
@@ -380,24 +382,6 @@ def num_sms() -> int:
     )
 
 
-def alone_on_it(config: skinny.Config, size: Sizes, sms: int) -> skinny.Config | None:
-    """The same with the least ring that lets no second program onto a multiprocessor.
-
-    Programs that start early otherwise crowd onto the multiprocessors that are free first. None
-    where there are more tiles than multiprocessors, or no such ring.
-    """
-    most = sms // config.num_tiles(size.num_out)
-    if not most:
-        return None
-    config = replace(config, split_k=min(config.split_k, most))
-    while config.shared_bytes <= SHARED_BYTES // 2:
-        config = replace(config, num_stages=config.num_stages + 1)
-    steps = -(-size.num_in // config.block_k) // config.split_k
-    # A newer Triton may take one buffer more.
-    fits = config.shared_bytes * (1 + 1 / config.num_stages) <= SHARED_BYTES
-    return config if fits and config.num_stages <= steps + 1 else None
-
-
 def compile_first(arguments: Sequence[str]) -> None:
     """Compile in as many processes as there are processors, which the search would do in one."""
     number = min(COMPILERS, len(os.sched_getaffinity(0)))
@@ -409,14 +393,18 @@ def compile_first(arguments: Sequence[str]) -> None:
 
 
 def first_cut(layers: Layers, kept: KeptChoices) -> Cut:
-    """What a server would run with: its choices, else the likeliest candidates."""
+    """What a server would run with: its choices, else the likeliest candidates, early."""
     products = []
     for name, size in layers.sizes.items():
         shape = shape_of(name, size, layers.rows)
         chosen = kept.names.get(shape, kept.names.get(shape._replace(norm=""), skinny.LIBRARY))
         weight = layers.weights[name][0]
-        likely = linear_choice.device_candidates(weight, layers.rows, size.gated)[0]
-        products.append(likely if chosen == skinny.LIBRARY else skinny.Config.parse(chosen))
+        config = linear_choice.device_candidates(weight, layers.rows, size.gated)[0]
+        if chosen != skinny.LIBRARY:
+            config = skinny.Config.parse(chosen)
+        if layers.device == "cuda" and shape not in kept.names:
+            config = linear_choice.early(config, size.num_out, size.num_in, num_sms())
+        products.append(config)
     geometry = layers.geometry
     num_rows = layers.rows * geometry.heads // geometry.kv_heads
     tiling = decode_attention.pick_tiling(1, geometry.kv_heads, num_rows, num_sms())

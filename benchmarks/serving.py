@@ -16,7 +16,7 @@ Parts:
     nextn     drafts by the target's own MTP layer (ling3)
     each      the default against each single switch, in turn
 
-As many engines as `--beside` says are on the GPU at a time, idle but for the one that is asked:
+As many engines as `--beside` says are on the GPU at a time, and rest but for the one that is asked:
 with more, more of them start at once. Random ones of 8 billion parameters fit five times.
 
 Writes `serving_MODEL.json` into `--folder` (by default benchmarks/results) and prints it. `--add`
@@ -42,15 +42,17 @@ import yaml
 from benchmarks.options import positive, record_file
 from benchmarks.record import ROOT, write_record
 from dspark.config import DraftConfig
-from serving.bench import Run, compare
-from serving.gates import gates_to_dict, gather, judge
+from serving.bench import Comparison, Run, Workload, compare
+from serving.gates import GREEDY_TOKENS, gates_to_dict, gather, judge
 from serving.hooks_kernels import CHOICES
-from serving.server import Server, ServerError
+from serving.server import Server, ServerError, Turns
 from serving.session import summarize_traces, traced
+from serving.workload import TargetTokenizer
 from splitserve.serving_options import MeasureOptions
-from splitserve.serving_run import open_server, run_warm, workload_of
+from splitserve.serving_run import open_server, run_warm, warm_up, workload_of
 
 MEMORY = 0.9
+TIMED_PROMPTS = 24
 PARTS = ("pair", "plain", "compact", "nextn", "each")
 CONTEXTS = (512, 8192)
 LING3_MID = {
@@ -174,31 +176,39 @@ async def pair(
     """Default against folded, with kernels of our own where asked for."""
     figures: dict[str, Any] = {}
     contexts = contexts_of(options)
-    main = workload_of(contexts[""])
+    judged_by = workload_of(contexts[""])
+    main = few(judged_by)
     for ending, context in contexts.items():
-        found = await compare(
-            (default, folded), ("default", "folded"), workload_of(context), rounds=rounds
-        )
-        first, second = found.step_ms
+        work = few(workload_of(context))
+        found = await in_turn((default, folded), ("default", "folded"), work, rounds)
+        before, after = found.step_ms
         figures |= {
-            f"default_step_ms{ending}": first,
-            f"step_ms{ending}": second,
-            f"step_ratio{ending}": first / second,
+            f"default_step_ms{ending}": before,
+            f"step_ms{ending}": after,
+            f"step_ratio{ending}": before / after,
             f"step_spread_ms{ending}": found.spread_ms,
             f"verdict{ending}": found.verdict,
         }
     figures |= _of_run(found.runs[1][-1])
-    evidence = [
-        await gather(server, main.prompts, stop_token_ids=main.stop_token_ids)
+    # A score of random weights says nothing.
+    decode = TargetTokenizer(options.target).decode if options.prompts else None
+    first, second = [
+        await gather(
+            *(server, judged_by.prompts),
+            decode_text=decode,
+            stop_token_ids=judged_by.stop_token_ids,
+            answer_tokens=GREEDY_TOKENS,
+        )
         for server in (default, folded)
     ]
-    # Kernels of our own round otherwise than SGLang's. A score is `splitserve gate`'s to take.
-    declared = bool(change.get("kernels"))
-    judged = judge(*evidence, declared_rounding=declared)
-    gates = gates_to_dict([gate for gate in judged if gate.name != "score"])
+    figures |= {"default_accept_length": first.accept_length, "accept_length": second.accept_length}
+    # Kernels of our own round otherwise than SGLang's.
+    judged = judge(first, second, declared_rounding=bool(change.get("kernels")))
+    gates = gates_to_dict([gate for gate in judged if decode or gate.name != "score"])
     figures["gates_passed"] = gates["passed"]
     figures["gates"] = gates["gates"]
-    for prefix, server, step in (("default_", default, first), ("", folded, second)):
+    for prefix, server in (("default_", default), ("", folded)):
+        step = figures[f"{prefix}step_ms"]
         traces = await traced(server, main, Path(options.folder) / f"traces_{prefix}pair")
         census, facts = summarize_traces(traces)
         figures |= {
@@ -212,6 +222,20 @@ async def pair(
     return figures
 
 
+def few(work: Workload) -> Workload:
+    """With as many prompts as are timed; gates take all."""
+    return replace(work, prompts=list(work.prompts)[:TIMED_PROMPTS])
+
+
+async def in_turn(
+    servers: tuple[Server, Server], names: tuple[str, str], work: Workload, rounds: int
+) -> Comparison:
+    """Two servers compared once they are warm."""
+    for server in servers:
+        await warm_up(server, work)
+    return await compare(servers, names, work, rounds=rounds, warm_up=0)
+
+
 def changed(options: MeasureOptions, change: dict[str, Any]) -> MeasureOptions:
     """The options with a change; its arguments and variables are added to theirs."""
     added: dict[str, Any] = {
@@ -222,7 +246,6 @@ def changed(options: MeasureOptions, change: dict[str, Any]) -> MeasureOptions:
 
 def _of_run(run: Run) -> dict[str, Any]:
     return {
-        "accept_length": run.report.accept_length,
         "mean_ttft_ms": run.report.timings["mean_ttft_ms"],
         "tpot_ms": run.report.timings["mean_tpot_ms"],
         "median_tpot_ms": run.report.timings["median_tpot_ms"],
@@ -233,7 +256,7 @@ async def alone(options: MeasureOptions, prefix: str, server: Server) -> dict[st
     """One engine that nothing is compared with."""
     figures: dict[str, Any] = {}
     for ending, context in contexts_of(options).items():
-        run = await run_warm(server, workload_of(context))
+        run = await run_warm(server, few(workload_of(context)))
         figures |= {
             f"{prefix}_tpot_ms{ending}": run.report.timings["mean_tpot_ms"],
             f"{prefix}_step_ms{ending}": run.step_ms,
@@ -246,8 +269,8 @@ async def single(
     options: MeasureOptions, rounds: int, name: str, default: Server, server: Server
 ) -> dict[str, Any]:
     """The default against one switch, with its longest context."""
-    work = workload_of(contexts_of(options)[""])
-    found = await compare((default, server), ("default", name), work, rounds=rounds)
+    work = few(workload_of(contexts_of(options)[""]))
+    found = await in_turn((default, server), ("default", name), work, rounds)
     first, second = found.step_ms
     print(f"{name}: {found.verdict}", file=sys.stderr, flush=True)
     return {
@@ -288,10 +311,11 @@ def measurements(given: argparse.Namespace) -> list[Measurement]:
 
 
 class Engines:
-    """Engines that share the GPU, never asked at once. Those of a group start together."""
+    """Engines that share the GPU and are asked in turn. Those of a group start together."""
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._turns = Turns()
         self._open: dict[str, Server | Exception] = {}
         self._stacks: dict[str, AsyncExitStack] = {}
 
@@ -332,7 +356,7 @@ class Engines:
         stack = self._stacks[name] = AsyncExitStack()
         try:
             self._open[name] = await open_server(
-                stack, longest, workload_of(longest), name, beside=True
+                stack, longest, workload_of(longest), name, turns=self._turns
             )
         except (ServerError, ValueError) as error:
             self._open[name] = error

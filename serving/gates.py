@@ -23,6 +23,8 @@ from serving.workload import Prompt, final_number
 GREEDY_TOKENS = 256
 ACCEPT_TOLERANCE = 0.05
 SAMPLED_TEMPERATURE = 0.8
+STATE_PROMPTS = 32
+"""Of the prompts, that are sampled and then asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Evidence:
 
     greedy: tuple[tuple[int, ...], ...]
     greedy_again: tuple[tuple[int, ...], ...]
+    """Of the first prompts."""
     accept_length: float | None
     """None where the target decodes alone."""
     num_right: int | None
@@ -56,7 +59,8 @@ async def gather(
     decode_text: Callable[[Sequence[int]], str] | None = None,
     stop_token_ids: tuple[int, ...] = (),
     answer_tokens: int = 512,
-    concurrency: int = 8,
+    concurrency: int = 1,
+    sampled_concurrency: int = 8,
 ) -> Evidence:
     """Ask a server everything that the gates need.
 
@@ -66,21 +70,26 @@ async def gather(
     Args:
         prompts: those with an `answer` are problems whose score counts.
         decode_text: token ids to text; without it no score is taken.
-        answer_tokens: longest solution.
+        answer_tokens: longest solution; greedy answers that are long enough are taken for it.
+        concurrency: of solutions. A batch may run other kernels than a single request.
     """
     block_size = await drafts_per_round(server)
     work = Workload(prompts, GREEDY_TOKENS, stop_token_ids=stop_token_ids)
     first, wall = await answer_all(server.ask, work.asks(), 1)
     report = summarize([p.domain for p in prompts], first, wall, block_size, {})
-    sampled = replace(work, temperature=SAMPLED_TEMPERATURE, concurrency=concurrency)
+    few = replace(work, prompts=list(prompts)[:STATE_PROMPTS])
+    sampled = replace(few, temperature=SAMPLED_TEMPERATURE, concurrency=sampled_concurrency)
     # Sampled requests of several kinds leave their traces in whatever state is shared.
     await run_once(server, sampled, block_size)
-    again, _ = await answer_all(server.ask, work.asks(), 1)
+    again, _ = await answer_all(server.ask, few.asks(), 1)
     problems = [p for p in prompts if p.answer] if decode_text is not None else []
     num_right: int | None = None
     if problems and decode_text is not None:
-        solving = Workload(problems, answer_tokens, stop_token_ids=stop_token_ids)
-        solutions, _ = await answer_all(server.ask, solving.asks(), concurrency)
+        if answer_tokens == GREEDY_TOKENS and concurrency == 1:
+            solutions = [a for a, p in zip(first, prompts, strict=True) if p.answer]
+        else:
+            solving = Workload(problems, answer_tokens, stop_token_ids=stop_token_ids)
+            solutions, _ = await answer_all(server.ask, solving.asks(), concurrency)
         num_right = sum(
             is_right(decode_text(s.token_ids), p.answer)
             for s, p in zip(solutions, problems, strict=True)
@@ -133,13 +142,14 @@ def judge(first: Evidence, second: Evidence, *, declared_rounding: bool = False)
             )
         )
     for name, side in (("A", first), ("B", second)):
-        changed = _first_differences(side.greedy, side.greedy_again)
+        again = side.greedy_again
+        changed = _first_differences(side.greedy[: len(again)], again)
         gates.append(
             Gate(
                 f"state of {name}",
                 not changed,
                 True,
-                f"{len(changed)} of {len(side.greedy)} greedy answers changed after sampled ones",
+                f"{len(changed)} of {len(again)} greedy answers changed after sampled ones",
             )
         )
     gates.append(_score(first, second, declared_rounding))

@@ -308,6 +308,7 @@ class Products:
                 bias=bias,
                 gated=shape.gated,
                 saves=SAVES if shape.norm else 0.0,
+                in_layer=bool(shape.norm),
             )
             for failed, why in found.failed.items():
                 logger.warning("%s%s: %s is left out: %s", LOG_MARK, shape, failed, why)
@@ -315,8 +316,10 @@ class Products:
             # The choice and the fastest of the other side.
             times = found.microseconds
             others = [key for key in times if (key == LIBRARY) != (found.name == LIBRARY)]
-            named = [found.name, *sorted(others, key=times.__getitem__)[:1]]
+            named = [found.fastest, *sorted(others, key=times.__getitem__)[:1]]
             told = ", ".join(f"{key} {times[key]:.1f} us" for key in named)
+            if found.name != found.fastest:
+                told += f", as {found.name}"
             if name != found.name:
                 told = f"{name}, as kept by another rank"
         else:

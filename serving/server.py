@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from serving.launch_spec import Launch, Setting
 from serving.leftovers import NOTE_SECONDS, SharedMemoryGuard, end_session
 from serving.measure import Answer, Ask, Stream, record_stream
 from serving.ports import free_port
-from serving.processes import members
+from serving.processes import descendants, members
 
 Server = Engine
 """What every measurement asks of a server."""
@@ -168,8 +170,24 @@ class EngineProcess:
         """End it; the files are written when this returns."""
         await self._call("stop_profile")
 
+    def pause(self) -> None:
+        """Stop its processes where they are: idle ones ask for work without a rest."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is not None:
+            return
+        for pid in {self._process.pid, *descendants(self._process.pid)}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     async def close(self) -> None:
         """End the engine and every process of it."""
+        self.resume()
         if self._writer is not None and self._process.poll() is None:
             self._writer.write(json.dumps({"id": -1, "op": "stop"}).encode() + b"\n")
             self._writer.close()
@@ -182,6 +200,63 @@ class EngineProcess:
             self._process.wait()
         if self._reading is not None:
             await asyncio.wait([self._reading])
+
+
+class Turns:
+    """Engines on one machine that are asked in turn: all but the one that was asked last rest."""
+
+    def __init__(self) -> None:
+        self._awake: EngineProcess | None = None
+        self._unanswered = 0
+
+    def add(self, engine: EngineProcess) -> Server:
+        """The engine as one of them; it rests until it is asked."""
+        engine.pause()
+        return InTurn(engine, self)
+
+    @asynccontextmanager
+    async def of(self, engine: EngineProcess) -> AsyncIterator[None]:
+        """Something is asked of the engine. Raises ServerError while another one answers."""
+        if self._awake is not engine:
+            if self._unanswered:
+                raise ServerError("two engines were asked at the same time, which share a GPU")
+            if self._awake is not None:
+                self._awake.pause()
+            self._awake = engine
+            engine.resume()
+        self._unanswered += 1
+        try:
+            yield
+        finally:
+            self._unanswered -= 1
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """An engine that rests while another one is asked."""
+
+    engine: EngineProcess
+    turns: Turns
+
+    async def ask(self, ask: Ask) -> Answer:
+        """As the engine."""
+        async with self.turns.of(self.engine):
+            return await self.engine.ask(ask)
+
+    async def info(self) -> dict[str, Any]:
+        """As the engine."""
+        async with self.turns.of(self.engine):
+            return await self.engine.info()
+
+    async def start_profile(self, folder: str) -> None:
+        """As the engine."""
+        async with self.turns.of(self.engine):
+            await self.engine.start_profile(folder)
+
+    async def stop_profile(self) -> None:
+        """As the engine."""
+        async with self.turns.of(self.engine):
+            await self.engine.stop_profile()
 
 
 class HttpServer:

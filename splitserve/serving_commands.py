@@ -18,7 +18,7 @@ from serving.bench_client import client_command, run_client
 from serving.census_report import census_rows, census_to_dict, write_picture
 from serving.facts import read_target
 from serving.gates import gates_to_dict, gather, judge
-from serving.server import ServerError
+from serving.server import ServerError, Turns
 from serving.session import observe, summarize_traces, traced
 from serving.trace import read_trace
 from serving.workload import TargetTokenizer, eos_token_ids
@@ -176,11 +176,11 @@ async def _bench(options: BenchOptions) -> dict[str, Any]:
     works = {n: workload_of(options, n) for n in options.concurrency}
     first = works[options.concurrency[0]]
     async with AsyncExitStack() as stack:
-        both = bool(options.against)
-        server = await open_server(stack, options, first, "a" if both else "server", beside=both)
-        if both:
+        turns = Turns() if options.against else None
+        server = await open_server(stack, options, first, "a" if turns else "server", turns=turns)
+        if turns:
             other = second_side(options)
-            second = await open_server(stack, other, first, "b", beside=True)
+            second = await open_server(stack, other, first, "b", turns=turns)
             for number, work in works.items():
                 pair = await compare((server, second), ("A", "B"), work, rounds=options.rounds)
                 found[str(number)] = pair.to_dict()
@@ -255,7 +255,8 @@ async def _gate(options: GateOptions) -> dict[str, Any]:
                     decode_text=tokenizer.decode if tokenizer else None,
                     stop_token_ids=eos_token_ids(options.target),
                     answer_tokens=options.answer_tokens,
-                    concurrency=most,
+                    concurrency=max(side.concurrency),
+                    sampled_concurrency=most,
                 )
             )
     gates = judge(*evidence, declared_rounding=options.declared_rounding)

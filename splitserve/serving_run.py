@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serving.bench import Run, Workload, drafts_per_round, run_once
-from serving.server import Server, ServerError
+from serving.server import Server, ServerError, Turns
 from serving.session import at, audited, running
 from serving.workload import eos_token_ids
 from splitserve.errors import UserError
@@ -44,19 +44,28 @@ async def open_server(
     work: Workload,
     name: str,
     *,
-    beside: bool = False,
+    turns: Turns | None = None,
     counters: Path | None = None,
 ) -> Server:
-    """The server at the address, or one started for the measurement. Raises ValueError."""
+    """The server at the address, or one started for the measurement.
+
+    Args:
+        turns: of the engines that share the GPU.
+
+    Raises:
+        ValueError, ServerError: it cannot be had.
+    """
     if options.url:
         await reach(options.url)
         return await stack.enter_async_context(at(options.url))
     longest = max(len(p.token_ids) for p in work.prompts) + work.max_new_tokens
-    launch = measuring_launch(options, longest=longest, beside=beside)
+    launch = measuring_launch(options, longest=longest, beside=turns is not None)
     if counters is not None:
         launch = audited(launch, counters)
     print(f"{name}: {launch.line()}", file=sys.stderr, flush=True)
-    return await stack.enter_async_context(running(launch, Path(options.folder) / f"{name}.log"))
+    log = Path(options.folder) / f"{name}.log"
+    engine = await stack.enter_async_context(running(launch, log))
+    return engine if turns is None else turns.add(engine)
 
 
 async def reach(url: str) -> None:

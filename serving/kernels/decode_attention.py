@@ -46,6 +46,8 @@ CHUNK_TOKENS = 16
 """A part's length is a multiple of it: coarser ones leave the last part short."""
 LEAST_TOKENS = 64
 """Of a part, if a block has as many: shorter ones read no faster."""
+AHEAD_TOKENS = 32
+"""Of each part that come to L2 before the kernel begins: as many as fit behind a rotation."""
 MERGE_PARTS = 32
 """Parts that are loaded at once to be merged, at most."""
 
@@ -263,7 +265,7 @@ def merge_attention_kernel(
         top = _LOWEST
         total = 0.0
         result = tl.full([HEAD_DIM], 0.0, tl.float32)
-        for first in tl.static_range(0, NUM_SPLITS, PARTS):
+        for first in range(0, used, PARTS):
             split = first + tl.arange(0, PARTS)
             held = split < used
             lse = tl.load(
@@ -321,7 +323,7 @@ def pick_tiling(num_requests: int, num_kv_heads: int, num_rows: int, num_sms: in
     """
     block_n, num_warps, num_stages = ROWS_TO_BLOCKS[padded_rows(num_rows)]
     num_splits = max(1, num_sms // (num_requests * num_kv_heads))
-    return Tiling(num_splits, block_n, num_warps, num_stages)
+    return Tiling(num_splits, block_n, num_warps, num_stages, ahead=AHEAD_TOKENS)
 
 
 def padded_rows(num_rows: int) -> int:

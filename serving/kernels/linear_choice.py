@@ -53,6 +53,8 @@ _TILES = (
     (32, 128, 6, 4, False, 8),
     (16, 128, 5, 2, False, 8),
 )
+_FULL = 0.9
+"""Share of the programs that the device holds from which it counts as full."""
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -105,13 +107,52 @@ def estimate(config: Config, rows: int, num_out: int, num_in: int, num: int) -> 
     multiprocessor can have. Every program reads x again, from L2.
     """
     programs = config.num_tiles(num_out) * config.split_k
-    held = max(1, _SHARED_BYTES // (config.shared_bytes + 1024))
+    held = _held(config)
     waves, rest = divmod(programs, num * held)
     balance = min(1.0, _SLACK * programs / num / (waves * held + math.ceil(rest / num)))
     again = 0.25 * rows / config.block_n
     fill = _WAVE_NS * (waves + (rest > 0))
     merge = _SPLIT_NS + _PART_NS * config.split_k if config.split_k > 1 else 0.0
     return num_out * num_in * 2 / _BYTES_PER_NS / balance * (1 + again) + merge + fill
+
+
+def _held(config: Config) -> int:
+    """Programs on a multiprocessor."""
+    return max(1, _SHARED_BYTES // (config.shared_bytes + 1024))
+
+
+def alone(config: Config, num_out: int, num_in: int, num: int) -> Config | None:
+    """The same with the least ring that lets no second program onto a multiprocessor.
+
+    Split less where there would be more programs than `num` multiprocessors; None where there are
+    more tiles, or no such ring.
+    """
+    most = num // config.num_tiles(num_out)
+    if not most:
+        return None
+    config = replace(config, split_k=min(config.split_k, most))
+    while config.shared_bytes <= _SHARED_BYTES // 2:
+        config = replace(config, num_stages=config.num_stages + 1)
+    steps = -(-num_in // config.block_k) // config.split_k
+    # A newer Triton may take one buffer more.
+    fits = config.shared_bytes * (1 + 1 / config.num_stages) <= _SHARED_BYTES
+    return config if fits and config.num_stages <= steps + 1 else None
+
+
+def early(config: Config, num_out: int, num_in: int, num: int = 0) -> Config:
+    """The same, launched early where that does not crowd programs together.
+
+    Early programs take the multiprocessors that are free first. So each has to have one of its
+    own, or there have to be about as many as the device holds.
+
+    Args:
+        num: multiprocessors; by default those of an H200.
+    """
+    num = num or _MULTIPROCESSORS
+    programs = config.num_tiles(num_out) * config.split_k
+    if programs <= num:
+        return replace(alone(config, num_out, num_in, num) or config, pdl=True)
+    return replace(config, pdl=_FULL * num * _held(config) <= programs <= num * _held(config))
 
 
 class Choice(NamedTuple):
@@ -123,6 +164,8 @@ class Choice(NamedTuple):
     """By name, the library's included, with what a kernel saves besides."""
     failed: dict[str, str]
     """Candidates that raised or gave other values, with what they did."""
+    fastest: str
+    """The name of what was timed and became the choice."""
 
     @property
     def name(self) -> str:
@@ -139,6 +182,7 @@ def choose(
     configs: Sequence[Config] | None = None,
     timer: Callable[[Sequence[Callable[[], Any]]], list[float]] | None = None,
     saves: float = 0.0,
+    in_layer: bool = False,
 ) -> Choice:
     """The fastest product with this weight, from memory, outside of graph capture.
 
@@ -154,6 +198,8 @@ def choose(
         configs: by default `candidates` for the weight's device.
         timer: gives microseconds for each of some calls; by default `time_cold`.
         saves: microseconds of other kernels that the library's product needs besides.
+        in_layer: the kernel before and the one behind are of ours; what is chosen is launched
+            early then, which no time of a single product shows.
     """
     bucket = row_bucket(rows)
     if configs is None:
@@ -193,7 +239,13 @@ def choose(
     for name, microseconds in timed.items():
         if microseconds < timed[best] * (1 - LEAST_GAIN):
             best = name
-    return Choice(None if best == LIBRARY else Config.parse(best), timed, failed)
+    if best == LIBRARY:
+        return Choice(None, timed, failed, best)
+    config = Config.parse(best)
+    if in_layer:
+        num_out, num_in = weight.shape
+        config = early(config, num_out, num_in, num_multiprocessors(weight))
+    return Choice(config, timed, failed, best)
 
 
 def reference(
@@ -207,13 +259,19 @@ def reference(
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def num_multiprocessors(weight: torch.Tensor) -> int:
+    """Of the device on which a weight is; 0, for those of an H200, where it is on none."""
+    if not weight.is_cuda:
+        return 0
+    return int(torch.cuda.get_device_properties(weight.device).multi_processor_count)
+
+
 def device_candidates(weight: torch.Tensor, rows: int, gated: bool = False) -> tuple[Config, ...]:
     """`candidates` for the device on which a weight is."""
     if not weight.is_cuda:
         return candidates(rows, *weight.shape)
-    found = torch.cuda.get_device_properties(weight.device)
-    tma = found.major >= 9 and not gated
-    return candidates(rows, *weight.shape, found.multi_processor_count, tma)
+    tma = torch.cuda.get_device_properties(weight.device).major >= 9 and not gated
+    return candidates(rows, *weight.shape, num_multiprocessors(weight), tma)
 
 
 def time_cold(calls: Sequence[Callable[[], Any]]) -> list[float]:

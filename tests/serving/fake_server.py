@@ -45,6 +45,12 @@ class FakeServer:
         arrivals = tuple((1.0 + seconds * k, n) for k, n in enumerate(counts))
         return Answer(meta, 0.5, 1.0, arrivals[-1][0], tuple(ids), arrivals)
 
+    def pause(self) -> None:
+        """As an engine in a process of its own."""
+
+    def resume(self) -> None:
+        """As an engine in a process of its own."""
+
     async def info(self) -> dict[str, Any]:
         if not self.gamma:
             return {"speculative_algorithm": None, "speculative_num_draft_tokens": None}

@@ -10,6 +10,7 @@ from fake_server import FakeServer
 from serving.gates import (
     GREEDY_TOKENS,
     SAMPLED_TEMPERATURE,
+    STATE_PROMPTS,
     Evidence,
     gates_to_dict,
     gather,
@@ -85,6 +86,11 @@ def test_what_a_server_is_asked() -> None:
     assert found.greedy == found.greedy_again
     assert found.accept_length == 2.0
     assert (found.num_right, found.num_problems) == (1, 1)
+    # Greedy answers that are long enough are solutions.
+    server.calls.clear()
+    found = asyncio.run(gather(server, PROMPTS, decode_text=text, answer_tokens=GREEDY_TOKENS))
+    assert len(server.calls) == 6
+    assert (found.num_right, found.num_problems) == (1, 1)
     plain = asyncio.run(gather(FakeServer(accept=1, gamma=0), PROMPTS))
     assert plain.accept_length is None and plain.num_right is None
 
@@ -96,8 +102,15 @@ def test_state_left_behind_by_sampling_is_seen() -> None:
         sampled.append(ask.temperature > 0)
         return [ids[0] + 1, *ids[1:]] if any(sampled) else ids
 
-    found = asyncio.run(gather(FakeServer(change=change), PROMPTS))
-    assert found.greedy != found.greedy_again
+    many = PROMPTS * STATE_PROMPTS
+    server = FakeServer(change=change)
+    found = asyncio.run(gather(server, many))
+    assert len(server.calls) == len(many) + 2 * STATE_PROMPTS
+    assert len(found.greedy) == len(many)
+    assert found.greedy[:STATE_PROMPTS] != found.greedy_again
+    judged = {gate.name: gate for gate in judge(found, found)}
+    assert judged["bytes"].passed and not judged["state of A"].passed
+    assert f"{STATE_PROMPTS} of {STATE_PROMPTS}" in judged["state of A"].evidence
 
 
 def test_right_answers() -> None:

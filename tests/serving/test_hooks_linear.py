@@ -48,14 +48,23 @@ class Kernels:
         self.error: Exception | None = None
 
     def choose(
-        self, weight: Any, rows: int, *, library: Any, bias: Any, gated: bool, saves: float
+        self,
+        weight: Any,
+        rows: int,
+        *,
+        library: Any,
+        bias: Any,
+        gated: bool,
+        saves: float,
+        in_layer: bool,
     ) -> Any:
-        assert saves == 0.0
+        assert saves == 0.0 and not in_layer
         self.chosen.append((tuple(weight.shape), rows))
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         assert torch.equal(library(x), plain(x, weight, bias, gated))
         return SimpleNamespace(
             name=self.choice,
+            fastest=self.choice,
             microseconds={"p3": 6.0, "p1": 7.0, self.choice: 4.0, "library": 5.0},
             failed={"p9": "out of resource"},
         )

@@ -109,6 +109,39 @@ def test_the_fastest_by_a_margin_is_chosen(
     assert list(found.microseconds) == names and not found.failed
 
 
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "name", "then"),
+    [
+        # A ring for one program on each multiprocessor.
+        (4096, 4096, "m8n32k256s5w4p1", "m8n32k256s7w4p1d"),
+        (4096, 12288, "m8n128k128s4w4p4t", "m8n128k128s5w4p4td"),
+        (6144, 4096, "m16n64k256s4w4p1t", "m16n64k256s4w4p1td"),
+        # No ring is longer than the way of a program, which takes a moment only.
+        (576, 576, "m8n16k256s4w4p1", "m8n16k256s4w4p1d"),
+        # 384 programs where 396 fit, and 192 where 264 do.
+        (24576, 4096, "m16n64k128s3w4p1", "m16n64k128s3w4p1d"),
+        (6144, 4096, "m8n32k256s5w4p1", "m8n32k256s5w4p1"),
+        (151936, 4096, "m16n64k128s3w4p1", "m16n64k128s3w4p1"),
+    ],
+)
+def test_what_starts_early_does_not_crowd_together(
+    choice: ModuleType, num_out: int, num_in: int, name: str, then: str
+) -> None:
+    assert str(choice.early(choice.Config.parse(name), num_out, num_in, 132)) == then
+
+
+def test_in_a_layer_the_fastest_is_launched_early(choice: ModuleType) -> None:
+    _, weight, _ = make(1, 48, 128)
+    config = choice.Config.parse("m8n16k64s3w4p1")
+    for times, name in (((10.0, 9.0), f"{config}d"), ((9.0, 10.0), "library")):
+        timed = dict(zip(("library", str(config)), times, strict=True))
+        found = choice.choose(
+            *(weight, 5), configs=[config], timer=fixed_timer(timed, list(timed)), in_layer=True
+        )
+        assert found.name == name
+        assert found.fastest == name.removesuffix("d")
+
+
 def test_what_a_kernel_saves_besides_counts(choice: ModuleType) -> None:
     _, weight, _ = make(1, 48, 128)
     config = choice.Config.parse("m8n16k64s3w4p1")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,8 @@ from serving.bench import Workload
 from serving.host import launch_from_line, launch_to_line
 from serving.launch_spec import Launch, Setting
 from serving.measure import Answer, Ask, record_stream
-from serving.server import EngineProcess, HttpServer, ServerError
+from serving.processes import descendants
+from serving.server import EngineProcess, HttpServer, ServerError, Turns
 from serving.session import check_hooks
 from serving.workload import Prompt
 
@@ -95,6 +97,44 @@ def test_an_engine_in_a_process_answers_several_at_once(tmp_path: Path) -> None:
         finally:
             await server.close()
         assert server._process.poll() is not None
+
+    asyncio.run(run())
+
+
+def test_engines_that_share_a_machine_rest_until_they_are_asked(tmp_path: Path) -> None:
+    program = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + HOST
+
+    def resting(server: EngineProcess) -> list[bool]:
+        pids = [server._process.pid, *descendants(server._process.pid)]
+        assert len(pids) == 2
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in pids]
+        return [stat.split()[0] == "T" for stat in stats]
+
+    async def run() -> None:
+        both = [await engine(tmp_path / str(n), program) for n in range(2)]
+        turns = Turns()
+        first, second = (turns.add(server) for server in both)
+        try:
+            assert [all(resting(server)) for server in both] == [True, True]
+            assert (await first.ask(Ask((0, 3)))).token_ids == (0, 3)
+            assert [any(resting(server)) for server in both] == [False, True]
+            assert (await second.info())["tp_size"] == 1
+            assert [any(resting(server)) for server in both] == [True, False]
+            slow = asyncio.ensure_future(second.ask(Ask((20,))))
+            await asyncio.sleep(0)
+            with pytest.raises(ServerError, match="two engines were asked at the same time"):
+                await first.info()
+            # Of one engine several things may be asked.
+            await second.start_profile(str(tmp_path / "trace"))
+            await second.stop_profile()
+            assert (await slow).token_ids == (20,)
+            begun = time.monotonic()
+        finally:
+            for server in both:
+                await server.close()
+        # One that rests ends as soon as it is told to.
+        assert time.monotonic() - begun < 30
+        assert all(server._process.poll() is not None for server in both)
 
     asyncio.run(run())
 
