@@ -52,14 +52,14 @@ from splitserve.serving_options import MeasureOptions
 from splitserve.serving_run import open_server, run_warm, warm_up, workload_of
 
 MEMORY = 0.9
-TIMED_PROMPTS = 24
+TIMED_PROMPTS = 12
 PARTS = ("pair", "plain", "compact", "nextn", "each")
 CONTEXTS = (512, 8192)
 LING3_MID = {
     "vocab_size": 65536,
     "hidden_size": 2560,
     "intermediate_size": 5120,
-    "num_hidden_layers": 24,
+    "num_hidden_layers": 18,
     "num_attention_heads": 20,
     "num_key_value_heads": 20,
     "num_experts": 128,
@@ -71,7 +71,7 @@ LING3_MID = {
     "q_lora_rank": 1024,
     "num_nextn_predict_layers": 1,
 }
-"""About 20 billion parameters: as large as starts within a few minutes."""
+"""About 14 billion parameters: as large as fits four times."""
 SINGLE: dict[str, dict[str, Any]] = {
     "accept": {"fold": "accept"},
     "accept_tail": {"fold": "accept", "env": {"SGLANG_DSPARK_FUSED_ACCEPT_TAIL": True}},
