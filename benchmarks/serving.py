@@ -168,16 +168,25 @@ class Measurement:
     engines: dict[str, MeasureOptions]
     take: Callable[..., Awaitable[dict[str, Any]]]
     """Given the engines' servers in their order."""
+    profiles: bool = False
+    """Traces an engine, which is not timed any more then: a profiler leaves traces of its own."""
 
 
 async def pair(
-    options: MeasureOptions, rounds: int, change: dict[str, Any], default: Server, folded: Server
+    options: MeasureOptions,
+    rounds: int,
+    change: dict[str, Any],
+    steps: dict[str, float],
+    default: Server,
+    folded: Server,
 ) -> dict[str, Any]:
-    """Default against folded, with kernels of our own where asked for."""
+    """Default against folded, with kernels of our own where asked for.
+
+    Leaves both step times in `steps`, for their census.
+    """
     figures: dict[str, Any] = {}
     contexts = contexts_of(options)
     judged_by = workload_of(contexts[""])
-    main = few(judged_by)
     for ending, context in contexts.items():
         work = few(workload_of(context))
         found = await in_turn((default, folded), ("default", "folded"), work, rounds)
@@ -207,19 +216,27 @@ async def pair(
     gates = gates_to_dict([gate for gate in judged if decode or gate.name != "score"])
     figures["gates_passed"] = gates["passed"]
     figures["gates"] = gates["gates"]
-    for prefix, server in (("default_", default), ("", folded)):
-        step = figures[f"{prefix}step_ms"]
-        traces = await traced(server, main, Path(options.folder) / f"traces_{prefix}pair")
-        census, facts = summarize_traces(traces)
-        figures |= {
-            f"{prefix}idle_fraction": census.calibrated_idle_fraction(step),
-            f"{prefix}profiled_step_ms": census.step_ms,
-            f"{prefix}milliseconds": census.milliseconds,
-            f"{prefix}eager_kernels_per_step": facts.eager_kernels,
-            f"{prefix}graphs_per_step": facts.graphs + facts.small_graphs,
-            f"{prefix}synchronizations_per_step": facts.synchronizations,
-        }
+    steps |= {"default_": figures["default_step_ms"], "": figures["step_ms"]}
     return figures
+
+
+async def census_of(
+    options: MeasureOptions, steps: dict[str, float], prefix: str, server: Server
+) -> dict[str, Any]:
+    """Where the step of one side of the pair goes. Raises ValueError where it was not timed."""
+    if prefix not in steps:
+        raise ValueError("no census of a step that was not timed")
+    work = few(workload_of(contexts_of(options)[""]))
+    traces = await traced(server, work, Path(options.folder) / f"traces_{prefix}pair")
+    census, facts = summarize_traces(traces)
+    return {
+        f"{prefix}idle_fraction": census.calibrated_idle_fraction(steps[prefix]),
+        f"{prefix}profiled_step_ms": census.step_ms,
+        f"{prefix}milliseconds": census.milliseconds,
+        f"{prefix}eager_kernels_per_step": facts.eager_kernels,
+        f"{prefix}graphs_per_step": facts.graphs + facts.small_graphs,
+        f"{prefix}synchronizations_per_step": facts.synchronizations,
+    }
 
 
 def few(work: Workload) -> Workload:
@@ -284,13 +301,18 @@ def measurements(given: argparse.Namespace) -> list[Measurement]:
     """What the parts consist of, in their order."""
     options = base_options(given)
     change = {"fold": given.fold, "kernels": given.kernels}
+    both = {"default": options, "changed": changed(options, change)}
+    steps: dict[str, float] = {}
     of_part: dict[str, list[Measurement]] = {
         "pair": [
-            Measurement(
-                "pair",
-                {"default": options, "changed": changed(options, change)},
-                partial(pair, options, given.rounds, change),
-            )
+            Measurement("pair", both, partial(pair, options, given.rounds, change, steps)),
+            *(
+                Measurement(
+                    *("pair", {name: both[name]}, partial(census_of, options, steps, prefix)),
+                    profiles=True,
+                )
+                for name, prefix in (("default", "default_"), ("changed", ""))
+            ),
         ],
         "each": [
             Measurement(
@@ -318,21 +340,30 @@ class Engines:
         self._turns = Turns()
         self._open: dict[str, Server | Exception] = {}
         self._stacks: dict[str, AsyncExitStack] = {}
+        self._profiled: set[str] = set()
 
-    async def of(self, wanted: Sequence[Measurement]) -> list[Server]:
-        """The first measurement's servers; if it lacks one, those of the next ones start, too.
+    def next_of(self, left: Sequence[Measurement]) -> Measurement:
+        """Timings with what is open, then profiles of it, then what needs other engines."""
+        for profiles in (False, True):
+            for measurement in left:
+                if measurement.profiles == profiles and set(measurement.engines) <= set(self._open):
+                    return measurement
+        return next((m for m in left if not m.profiles), left[0])
+
+    async def of(self, wanted: Measurement, later: Sequence[Measurement]) -> list[Server]:
+        """A measurement's servers; if one is missing, those of later ones start with it.
 
         Raises:
             ServerError, ValueError: one of them did not start.
         """
-        first = wanted[0].engines
+        first = wanted.engines
         if not set(first) <= set(self._open):
-            group: dict[str, MeasureOptions] = {}
-            for measurement in wanted:
+            group = dict(first)
+            for measurement in later:
                 if len({*group, *measurement.engines}) > max(self._most, len(first)):
                     break
                 group |= measurement.engines
-            await self._close(set(self._open) - set(group))
+            await self._close(set(self._open) - (set(group) - self._profiled))
             missing = {name: group[name] for name in group if name not in self._open}
             # Whoever times kernels while it warms up has the GPU to itself.
             timing = set() if CHOICES in os.environ else {n for n in missing if missing[n].kernels}
@@ -340,6 +371,8 @@ class Engines:
             for name in missing:
                 if name in timing:
                     await self._start(name, missing[name])
+        if wanted.profiles:
+            self._profiled |= set(first)
         servers = []
         for name in first:
             found = self._open[name]
@@ -365,6 +398,7 @@ class Engines:
         await asyncio.gather(*(self._stacks.pop(name).aclose() for name in names))
         for name in names:
             del self._open[name]
+        self._profiled -= names
 
     async def close(self) -> None:
         """End them all."""
@@ -379,17 +413,17 @@ async def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], 
     succeeded = True
     try:
         while left:
-            part = left[0].part
+            now = engines.next_of(left)
+            left.remove(now)
             try:
-                figures |= await left[0].take(*await engines.of(left))
+                figures |= await now.take(*await engines.of(now, left))
             except (ServerError, ValueError) as error:
                 # The others are still worth their time; the exit code says that one failed.
-                figures[f"failed_{part}"] = str(error)
+                figures.setdefault(f"failed_{now.part}", str(error))
                 succeeded = False
-                print(f"{part} failed: {error}", file=sys.stderr, flush=True)
+                print(f"{now.part} failed: {error}", file=sys.stderr, flush=True)
             if set(figures) - {f"failed_{name}" for name in PARTS}:
                 record(figures)
-            left = left[1:]
     finally:
         await engines.close()
     return succeeded

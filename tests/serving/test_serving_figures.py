@@ -108,6 +108,25 @@ def test_kernels_of_our_own_need_not_give_the_same_bytes(
     assert figures["gates_passed"] is True
 
 
+def test_without_a_timing_there_is_no_census(
+    opened: list[MeasureOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = script.open_server
+
+    async def open_server(
+        stack: AsyncExitStack, options: MeasureOptions, work: Any, name: str, **more: Any
+    ) -> Any:
+        if name == "changed":
+            raise ServerError("it does not start")
+        return await once(stack, options, work, name, **more)
+
+    monkeypatch.setattr(script, "open_server", open_server)
+    assert script.main(["8b", "--parts", "pair", "plain", "--folder", "r"]) == 1
+    figures = record(tmp_path, "8b")["figures"]
+    assert figures["failed_pair"] == "it does not start"
+    assert "plain_tpot_ms" in figures and "default_idle_fraction" not in figures
+
+
 def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: Path) -> None:
     assert script.main(["8b", "--parts", "each", "--folder", "r", "--number", "1"]) == 0
     figures = record(tmp_path, "8b")["figures"]
@@ -145,6 +164,12 @@ def test_no_more_engines_share_the_gpu_than_may(
         stack.callback(alive.remove, name)
         return server
 
+    async def traced(server: FakeServer, *_: Any) -> list[Any]:
+        profiled.append((server, len(server.calls)))
+        return [make_trace(dspark_steps())]
+
+    profiled: list[tuple[FakeServer, int]] = []
+    monkeypatch.setattr(script, "traced", traced)
     monkeypatch.setattr(script, "open_server", open_server)
     few = ["glue", "accept", "mid_fold", "kernels_linear"]
     parts = ["--parts", "pair", "nextn", "plain", "compact", "each", "--only", *few]
@@ -153,6 +178,9 @@ def test_no_more_engines_share_the_gpu_than_may(
     assert script.main(["ling3", *given]) == 1
     assert max(seen) == most
     assert not alive
+    # Who has been profiled is asked nothing more.
+    assert len(profiled) == 2
+    assert all(len(server.calls) == before > 0 for server, before in profiled)
     figures = record(tmp_path, "ling3")["figures"]
     assert "failed_nextn" in figures
     assert NEEDED | {"compact_step_ms"} | {f"each_{name}_ratio" for name in few} <= set(figures)
