@@ -402,7 +402,7 @@ def first_cut(layers: Layers, kept: KeptChoices) -> Cut:
         config = linear_choice.device_candidates(weight, layers.rows, size.gated)[0]
         if chosen != skinny.LIBRARY:
             config = skinny.Config.parse(chosen)
-        if layers.device == "cuda" and shape not in kept.names:
+        if layers.device == "cuda" and kept.names.get(shape, skinny.LIBRARY) == skinny.LIBRARY:
             config = linear_choice.early(config, size.num_out, size.num_in, num_sms())
         products.append(config)
     geometry = layers.geometry
@@ -437,7 +437,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--rows {options.rows}: allowed: up to {skinny.MAX_ROWS // 2}")
     if options.timeline and options.device == "cpu":
         parser.error("--timeline: allowed with --device cuda; leave it out")
-    kept = KeptChoices(options.choices)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; allowed: --device cpu, for a test")
+    if options.share and not 0 <= options.share[0] < options.share[1]:
+        parser.error(f"--share {options.share}: allowed: a number below the second one")
+    if options.choices and not options.choices.absolute().parent.is_dir():
+        parser.error(f"--choices {options.choices}: allowed: a file in a folder that exists")
+    try:
+        kept = KeptChoices(options.choices)
+        for name in kept.names.values():
+            if name != skinny.LIBRARY:
+                skinny.Config.parse(name)
+    except ValueError as error:
+        parser.error(f"--choices: {error}")
     if options.device == "cuda" and not options.share:
         compile_first(sys.argv[1:] if argv is None else argv)
     layers = Layers(
@@ -467,9 +479,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, config in zip(PRODUCTS, cut.products, strict=True):
         figures[f"{name}_config"] = str(config)
-        if options.choices:
-            kept.keep(shape_of(name, layers.sizes[name], options.rows), str(config))
     write_record(f"decode_layer_{options.model}", figures, folder=options.out)
+    for name, config in zip(PRODUCTS, cut.products, strict=True) if options.choices else ():
+        kept.keep(shape_of(name, layers.sizes[name], options.rows), str(config))
     for label, shown in (("first", first), ("last", cut)) if options.timeline else ():
         print(f"{label}: microseconds since the kernel before ended, and of the kernel")
         for name, gap, own in search.timeline(shown):

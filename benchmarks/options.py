@@ -23,6 +23,14 @@ def positive(text: str) -> int:
     return number
 
 
+def two_or_more(text: str) -> int:
+    """A whole number, 2 or more."""
+    number = int(text) if text.strip().isdecimal() else 0
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not usable; allowed: a whole number from 2")
+    return number
+
+
 def record_file(text: str) -> dict[str, Any]:
     """The contents of a record that another benchmark has written."""
     try:

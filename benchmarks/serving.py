@@ -3,8 +3,8 @@
 Models: `smollm2` (a folder and a trained draft of one's own, prompts of a file), `8b` (random, the
 sizes of Qwen3-8B, a draft of 5 layers and blocks of 7), `ling3_tiny` and `ling3` (random Ling-3, a
 draft of 5 layers). Random weights are made up by SGLang while it starts: nothing is written but
-two config.json, and nothing is read. No draft of random weights is ever accepted, so there a step
-is a token.
+two config.json, and nothing is read. Drafts of random weights are accepted by chance at most: there
+a step is a token.
 
 Parts:
 
@@ -30,7 +30,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.options import positive, record_file
+from benchmarks.options import positive, record_file, two_or_more
 from benchmarks.record import ROOT, write_record
 from dspark.config import DraftConfig
 from serving.bench import Comparison, Run, Workload, compare
@@ -199,8 +199,8 @@ async def pair(
             f"verdict{ending}": found.verdict,
         }
     figures |= _of_run(found.runs[1][-1])
-    # A score of random weights says nothing.
-    decode = TargetTokenizer(options.target).decode if options.prompts else None
+    problems = any(prompt.answer for prompt in judged_by.prompts)
+    decode = TargetTokenizer(options.target).decode if problems else None
     first, second = [
         await gather(
             *(server, judged_by.prompts),
@@ -223,9 +223,7 @@ async def pair(
 async def census_of(
     options: MeasureOptions, steps: dict[str, float], prefix: str, server: Server
 ) -> dict[str, Any]:
-    """Where the step of one side of the pair goes. Raises ValueError where it was not timed."""
-    if prefix not in steps:
-        raise ValueError("no census of a step that was not timed")
+    """Where the step of one side of the pair, which has been timed, goes."""
     work = few(workload_of(contexts_of(options)[""]))
     traces = await traced(server, work, Path(options.folder) / f"traces_{prefix}pair")
     census, facts = summarize_traces(traces)
@@ -247,10 +245,13 @@ def few(work: Workload) -> Workload:
 async def in_turn(
     servers: tuple[Server, Server], names: tuple[str, str], work: Workload, rounds: int
 ) -> Comparison:
-    """Two servers compared once they are warm."""
+    """Two servers compared once they are warm. Raises ValueError where no step was timed."""
     for server in servers:
         await warm_up(server, work)
-    return await compare(servers, names, work, rounds=rounds, warm_up=0)
+    found = await compare(servers, names, work, rounds=rounds, warm_up=0)
+    if not all(found.step_ms):
+        raise ValueError("no answer went on behind its first token, so no step was timed")
+    return found
 
 
 def changed(options: MeasureOptions, change: dict[str, Any]) -> MeasureOptions:
@@ -357,16 +358,22 @@ class Engines:
             ServerError, ValueError: one of them did not start.
         """
         first = wanted.engines
+        for name in first:
+            # Nothing starts for an engine that does not.
+            if isinstance(failed := self._open.get(name), Exception):
+                raise failed
         if not set(first) <= set(self._open):
             group = dict(first)
             for measurement in later:
+                if any(isinstance(self._open.get(n), Exception) for n in measurement.engines):
+                    continue
                 if len({*group, *measurement.engines}) > max(self._most, len(first)):
                     break
                 group |= measurement.engines
-            await self._close(set(self._open) - (set(group) - self._profiled))
+            await self.close(set(self._stacks) - (set(group) - self._profiled))
             missing = {name: group[name] for name in group if name not in self._open}
             # Whoever times kernels while it warms up has the GPU to itself.
-            timing = set() if CHOICES in os.environ else {n for n in missing if missing[n].kernels}
+            timing = set() if are_kept() else {n for n in missing if missing[n].kernels}
             await asyncio.gather(*(self._start(n, missing[n]) for n in missing if n not in timing))
             for name in missing:
                 if name in timing:
@@ -386,23 +393,32 @@ class Engines:
             # Of what the GPU has; the tokens that are needed bound what is taken.
             options = replace(options, args={"mem_fraction_static": MEMORY, **options.args})
         longest = contexts_of(options)[""]
-        stack = self._stacks[name] = AsyncExitStack()
+        stack = AsyncExitStack()
         try:
-            self._open[name] = await open_server(
+            server = await open_server(
                 stack, longest, workload_of(longest), name, turns=self._turns
             )
-        except (ServerError, ValueError) as error:
+        except BaseException as error:
+            await stack.aclose()
+            if not isinstance(error, ServerError | ValueError | OSError):
+                raise
             self._open[name] = error
+        else:
+            self._stacks[name], self._open[name] = stack, server
 
-    async def _close(self, names: set[str]) -> None:
-        await asyncio.gather(*(self._stacks.pop(name).aclose() for name in names))
-        for name in names:
+    async def close(self, names: Collection[str] | None = None) -> None:
+        """End these, by default all; they start again where they are wanted."""
+        ended = set(self._stacks) & set(self._stacks if names is None else names)
+        await asyncio.gather(*(self._stacks.pop(name).aclose() for name in ended))
+        for name in ended:
             del self._open[name]
-        self._profiled -= names
+        self._profiled -= ended
 
-    async def close(self) -> None:
-        """End them all."""
-        await self._close(set(self._stacks))
+
+def are_kept() -> bool:
+    """Whether engines find the choices of their kernels in a file."""
+    path = os.environ.get(CHOICES)
+    return bool(path) and os.path.isfile(path) and os.path.getsize(path) > 0
 
 
 async def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], None]) -> bool:
@@ -417,11 +433,16 @@ async def measure(given: argparse.Namespace, record: Callable[[dict[str, Any]], 
             left.remove(now)
             try:
                 figures |= await now.take(*await engines.of(now, left))
-            except (ServerError, ValueError) as error:
+            except (ServerError, ValueError, OSError) as error:
                 # The others are still worth their time; the exit code says that one failed.
                 figures.setdefault(f"failed_{now.part}", str(error))
                 succeeded = False
                 print(f"{now.part} failed: {error}", file=sys.stderr, flush=True)
+                # One may be dead, or at work on what nobody waits for any more.
+                await engines.close(now.engines)
+                if not now.profiles:
+                    # There is no census of a step that was not timed.
+                    left = [m for m in left if not (m.profiles and m.part == now.part)]
             if set(figures) - {f"failed_{name}" for name in PARTS}:
                 record(figures)
     finally:
@@ -451,10 +472,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", default="", help="exported draft (smollm2)")
     parser.add_argument("--prompts", default="", help="JSON lines with messages (smollm2)")
     parser.add_argument("--number", type=positive, default=2, help="prompts")
-    parser.add_argument("--tokens", type=positive, default=256, help="of an answer")
+    parser.add_argument("--tokens", type=two_or_more, default=256, help="of an answer")
     parser.add_argument("--block-size", type=positive, default=7, help="of a random draft")
-    parser.add_argument("--rounds", type=positive, default=3, help="of a comparison")
-    parser.add_argument("--beside", type=positive, default=2, help="engines on the GPU at a time")
+    parser.add_argument("--rounds", type=two_or_more, default=3, help="of a comparison")
+    parser.add_argument(
+        "--beside", type=two_or_more, default=2, help="engines on the GPU at a time"
+    )
     parser.add_argument("--fold", default="all", help="what the changed side of pair folds")
     parser.add_argument("--kernels", default="", help="and which kernels of our own it has")
     parser.add_argument("--work", default="serving_work", help="folder for logs and traces")

@@ -152,8 +152,19 @@ async def answer_all(
             return await answer(item)
 
     started = time.monotonic()
-    answers = await asyncio.gather(*(one(item) for item in items))
+    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        await end_all(tasks)
     return list(answers), time.monotonic() - started
+
+
+async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel those that go on, and wait for their end: nobody asks for their results any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def summarize(

@@ -24,7 +24,7 @@ from serving.launch_spec import Launch, Setting
 from serving.leftovers import NOTE_SECONDS, SharedMemoryGuard, end_session
 from serving.measure import Answer, Ask, Stream, record_stream
 from serving.ports import free_port
-from serving.processes import descendants, members
+from serving.processes import descendants, is_tracker, members
 
 Server = Engine
 """What every measurement asks of a server."""
@@ -49,6 +49,7 @@ class EngineProcess:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._stopped: set[int] = set()
         self.start_seconds = 0.0
 
     @classmethod
@@ -171,19 +172,22 @@ class EngineProcess:
         await self._call("stop_profile")
 
     def pause(self) -> None:
-        """Stop its processes where they are: idle ones ask for work without a rest."""
-        self._signal(signal.SIGSTOP)
+        """Stop its processes where they are: idle schedulers ask for work without a rest.
+
+        The host, which waits for a line, is spared: it ends the others if this process dies.
+        """
+        for pid in descendants(self._process.pid):
+            # The tracker of a host that dies has to clean up.
+            if not is_tracker(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    self._stopped.add(pid)
 
     def resume(self) -> None:
-        """Let them go on."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        if self._process.poll() is not None:
-            return
-        for pid in {self._process.pid, *descendants(self._process.pid)}:
+        """Let them go on, whoever has ended meanwhile."""
+        while self._stopped:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(self._stopped.pop(), signal.SIGCONT)
 
     async def close(self) -> None:
         """End the engine and every process of it."""

@@ -16,6 +16,7 @@ from serving.bench import Workload, drafts_per_round, run_once
 from serving.census import Census, census
 from serving.facts import read_target
 from serving.launch_spec import Launch, Setting
+from serving.measure import end_all
 from serving.server import EngineProcess, HttpServer, Server, ServerError
 from serving.trace import StepFacts, Trace, read_trace, step_facts, within
 
@@ -92,11 +93,14 @@ async def traced(server: Server, workload: Workload, folder: Path) -> list[Trace
     room = int(context) - len(single.prompts[0].token_ids) - 1
     ask = replace(single, max_new_tokens=min(TRACE_TOKENS, room), ignore_eos=True).asks()[0]
     decoding = asyncio.ensure_future(server.ask(ask))
-    await asyncio.sleep(warm.report.timings["mean_ttft_ms"] / 1e3 + SETTLE_SECONDS)
-    await server.start_profile(str(folder.resolve()))
-    await asyncio.sleep(TRACE_SECONDS)
-    await server.stop_profile()
-    await decoding
+    try:
+        await asyncio.sleep(warm.report.timings["mean_ttft_ms"] / 1e3 + SETTLE_SECONDS)
+        await server.start_profile(str(folder.resolve()))
+        await asyncio.sleep(TRACE_SECONDS)
+        await server.stop_profile()
+        await decoding
+    finally:
+        await end_all([decoding])
     paths = sorted(set(folder.glob("*.trace.json*")) - before)
     if not paths:
         raise ValueError(

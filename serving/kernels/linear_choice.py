@@ -143,7 +143,7 @@ def early(config: Config, num_out: int, num_in: int, num: int = 0) -> Config:
     """The same, launched early where that does not crowd programs together.
 
     Early programs take the multiprocessors that are free first. So each has to have one of its
-    own, or there have to be about as many as the device holds.
+    own, or there have to be about as many as the device holds; or their way is too short to tell.
 
     Args:
         num: multiprocessors; by default those of an H200.

@@ -99,7 +99,7 @@ class Config:
     @classmethod
     def parse(cls, name: str) -> Config:
         """Raises ValueError for what is no name of a configuration."""
-        found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)s(\d+)w(\d+)p(\d+)(t?)(d?)", name)
+        found = re.fullmatch(r"m{0}n{0}k{0}s{0}w{0}p{0}(t?)(d?)".format(r"([1-9]\d*)"), name)
         if not found:
             raise ValueError(
                 f"{name!r} names no product; allowed: {LIBRARY} and names such as "

@@ -47,3 +47,34 @@ def test_a_chained_layer_is_the_same_with_norms_inside_and_choices_are_taken(
         "behind",
         "behind",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--choices nowhere/choices.jsonl", "a file in a folder that exists"),
+        ("--choices README.md", "is no file of choices"),
+        ("--choices zeros.jsonl", "names no product"),
+        ("--share 2 2", "a number below the second one"),
+        ("--rows 99", "allowed: up to 16"),
+        ("--timeline", "allowed with --device cuda"),
+        ("--device cuda", "there is no GPU here"),
+    ],
+)
+def test_bad_options_are_one_line(
+    given: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from benchmarks import decode_layer
+
+    shape = {"num_out": 64, "num_in": 48, "rows": 8, "dtype": "bfloat16", "bias": False}
+    (tmp_path / "zeros.jsonl").write_text(json.dumps({**shape, "choice": "m8n32k0s3w4p1"}))
+    (tmp_path / "README.md").write_text("# A readme")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(decode_layer.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        decode_layer.main(["--model", "tiny", "--device", "cpu", *given.split()])
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ from serving import facts, session
 from serving.bench import Workload
 from serving.host import launch_from_line, launch_to_line
 from serving.launch_spec import Launch, Setting
-from serving.measure import Answer, Ask, record_stream
+from serving.measure import Answer, Ask, answer_all, record_stream
 from serving.processes import descendants
 from serving.server import EngineProcess, HttpServer, ServerError, Turns
 from serving.session import check_hooks
@@ -66,6 +68,23 @@ asyncio.run(main())
 """
 
 
+PARENT = (
+    "import subprocess\nsubprocess.Popen(['sleep', '600'])\n"
+    + HOST
+    + "from serving.processes import kill_descendants\nkill_descendants()\n"
+)
+"""With a process that stands for a scheduler."""
+
+
+def state(pid: int) -> str:
+    """As the kernel says, empty for a process that is gone or nobody has waited for."""
+    try:
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if found in "ZX" else found
+
+
 def test_a_launch_travels_whole() -> None:
     there = launch_from_line(launch_to_line(LAUNCH.plus((), [Setting("X", True, "why")])))
     assert there.argument_dict() == {"tp_size": 1, "bs": [1, 2]}
@@ -102,24 +121,21 @@ def test_an_engine_in_a_process_answers_several_at_once(tmp_path: Path) -> None:
 
 
 def test_engines_that_share_a_machine_rest_until_they_are_asked(tmp_path: Path) -> None:
-    program = "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + HOST
 
-    def resting(server: EngineProcess) -> list[bool]:
-        pids = [server._process.pid, *descendants(server._process.pid)]
-        assert len(pids) == 2
-        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in pids]
-        return [stat.split()[0] == "T" for stat in stats]
+    def rests(server: EngineProcess) -> bool:
+        (scheduler,) = descendants(server._process.pid)
+        return state(scheduler) == "T"
 
     async def run() -> None:
-        both = [await engine(tmp_path / str(n), program) for n in range(2)]
+        both = [await engine(tmp_path / str(n), PARENT) for n in range(2)]
         turns = Turns()
         first, second = (turns.add(server) for server in both)
         try:
-            assert [all(resting(server)) for server in both] == [True, True]
+            assert [rests(server) for server in both] == [True, True]
             assert (await first.ask(Ask((0, 3)))).token_ids == (0, 3)
-            assert [any(resting(server)) for server in both] == [False, True]
+            assert [rests(server) for server in both] == [False, True]
             assert (await second.info())["tp_size"] == 1
-            assert [any(resting(server)) for server in both] == [True, False]
+            assert [rests(server) for server in both] == [True, False]
             slow = asyncio.ensure_future(second.ask(Ask((20,))))
             await asyncio.sleep(0)
             with pytest.raises(ServerError, match="two engines were asked at the same time"):
@@ -135,6 +151,73 @@ def test_engines_that_share_a_machine_rest_until_they_are_asked(tmp_path: Path) 
         # One that rests ends as soon as it is told to.
         assert time.monotonic() - begun < 30
         assert all(server._process.poll() is not None for server in both)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_rests_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        f"""
+import asyncio, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_server import PARENT, engine
+from serving.processes import descendants
+from serving.server import Turns
+
+async def run():
+    server = await engine(Path({str(tmp_path)!r}), PARENT)
+    Turns().add(server)
+    print(server._process.pid, *descendants(server._process.pid), flush=True)
+    time.sleep(600)
+
+asyncio.run(run())
+"""
+    )
+    asks = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert asks.stdout is not None
+    pids = [int(text) for text in asks.stdout.readline().split()]
+    assert len(pids) == 2 and state(pids[1]) == "T"
+    asks.kill()
+    asks.wait()
+    deadline = time.monotonic() + 30
+    while any(map(state, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(state, pids))
+
+
+def test_what_a_dead_engine_has_left_resting_goes_on(tmp_path: Path) -> None:
+    # In a session of its own, it is not ended with the engine's.
+    program = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+
+    async def run() -> None:
+        server = await engine(tmp_path, program + HOST)
+        (helper,) = descendants(server._process.pid)
+        server.pause()
+        try:
+            os.kill(server._process.pid, signal.SIGKILL)
+            await server.close()
+            assert state(helper) == "S"
+        finally:
+            os.kill(helper, signal.SIGKILL)
+
+    asyncio.run(run())
+
+
+def test_what_is_asked_beside_a_failure_is_not_waited_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        both = [await engine(tmp_path / str(n)) for n in range(2)]
+        turns = Turns()
+        first, second = (turns.add(server) for server in both)
+        try:
+            asks = [Ask((60, 1)), Ask((0,), max_new_tokens=13), Ask((60, 2))]
+            with pytest.raises(ServerError, match="unlucky"):
+                await answer_all(first.ask, asks, 2)
+            assert (await second.ask(Ask((0, 3)))).token_ids == (0, 3)
+        finally:
+            for server in both:
+                await server.close()
 
     asyncio.run(run())
 

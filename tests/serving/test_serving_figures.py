@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -127,6 +128,67 @@ def test_without_a_timing_there_is_no_census(
     assert "plain_tpot_ms" in figures and "default_idle_fraction" not in figures
 
 
+def test_an_engine_that_dies_is_started_again(
+    opened: list[MeasureOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = script.open_server
+    started: list[str] = []
+
+    class Dying(FakeServer):
+        async def ask(self, ask: Any) -> Any:
+            raise ServerError("the engine ended")
+
+    async def open_server(
+        stack: AsyncExitStack, options: MeasureOptions, work: Any, name: str, **more: Any
+    ) -> Any:
+        started.append(name)
+        if name == "glue":
+            raise PermissionError("no such folder")
+        server = await once(stack, options, work, name, **more)
+        return Dying() if started.count(name) == 1 and name == "default" else server
+
+    monkeypatch.setattr(script, "open_server", open_server)
+    given = ["--parts", "pair", "each", "--only", "glue", "accept", "--beside", "3"]
+    assert script.main(["8b", *given, "--folder", "r"]) == 1
+    figures = record(tmp_path, "8b")["figures"]
+    assert figures["failed_pair"] == "the engine ended"
+    assert figures["failed_each"] == "no such folder"
+    assert "each_accept_ratio" in figures
+    # Nothing is started for what does not start, and nothing twice but who has died.
+    assert sorted(started) == ["accept", "changed", "default", "default", "glue"]
+
+
+@pytest.mark.parametrize("content", [None, "", "kept"])
+def test_kernels_are_timed_by_one_engine_at_a_time(
+    content: str | None,
+    opened: list[MeasureOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    once = script.open_server
+    starting: set[str] = set()
+    most: list[int] = []
+
+    async def open_server(
+        stack: AsyncExitStack, options: MeasureOptions, work: Any, name: str, **more: Any
+    ) -> Any:
+        if options.kernels:
+            starting.add(name)
+            most.append(len(starting))
+            await asyncio.sleep(0.01)
+            starting.remove(name)
+        return await once(stack, options, work, name, **more)
+
+    monkeypatch.setattr(script, "open_server", open_server)
+    if content is not None:
+        (tmp_path / "choices").write_text(content)
+    monkeypatch.setenv(script.CHOICES, str(tmp_path / "choices"))
+    few = ["kernels_mlp", "kernels_linear", "kernels_norm"]
+    given = ["--parts", "each", "--only", *few, "--beside", "4", "--folder", "r"]
+    assert script.main(["8b", *given]) == 0
+    assert max(most) == (3 if content else 1)
+
+
 def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: Path) -> None:
     assert script.main(["8b", "--parts", "each", "--folder", "r", "--number", "1"]) == 0
     figures = record(tmp_path, "8b")["figures"]
@@ -190,6 +252,9 @@ def test_smollm2_needs_its_folders(capsys: pytest.CaptureFixture[str], tmp_path:
     for given, message in (
         (["smollm2"], "smollm2 takes --target and --draft"),
         (["8b", "--number", "0"], "a whole number from 1"),
+        (["8b", "--rounds", "1"], "a whole number from 2"),
+        (["8b", "--tokens", "1"], "a whole number from 2"),
+        (["8b", "--beside", "1"], "a whole number from 2"),
         (["8b", "--args", "foo"], "allowed: NAME=VALUE"),
         (["8b", "--args", "foo=["], "allowed: NAME=VALUE"),
     ):

@@ -198,8 +198,9 @@ def test_what_is_refused(skinny: ModuleType) -> None:
 def test_names_of_configurations(skinny: ModuleType) -> None:
     for name in (*CONFIGS, "m8n64k128s5w4p12td", "m8n64k128s5w4p1d"):
         assert str(skinny.Config.parse(name)) == name
-    with pytest.raises(ValueError, match="names no product"):
-        skinny.Config.parse("cublas")
+    for name in ("cublas", "m8n64k0s5w4p1", "m8n64k128s5w4p0"):
+        with pytest.raises(ValueError, match="names no product"):
+            skinny.Config.parse(name)
 
 
 @pytest.mark.skipif(CUDA, reason="the other tests compile")
