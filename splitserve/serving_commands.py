@@ -29,6 +29,7 @@ from splitserve.serving_options import (
     ServerOptions,
     check_address,
     launch_of,
+    left_off,
     prompts_of,
     second_side,
 )
@@ -86,6 +87,12 @@ def serve(arguments: Sequence[str]) -> int:
             f"splitserve: target={options.target!r} has no config.json on this machine: backends "
             f"are left to SGLang and nothing is checked against it; hf download {options.target} "
             "config.json",
+            file=sys.stderr,
+        )
+    if more := left_off(options):
+        print(
+            f"splitserve: {more} can shorten a step of this server and is off, as it is not "
+            "SGLang's own; splitserve gate and bench show what it changes (docs/serving.md)",
             file=sys.stderr,
         )
     if options.dry_run:

@@ -178,6 +178,19 @@ def launch_of(options: ServerOptions) -> Launch:
     return launch
 
 
+def left_off(options: ServerOptions) -> str:
+    """What could make this server's steps shorter and is off, as one would ask for it."""
+    if options.profile != Profile.DSPARK_STATIC.value or options.fold or options.kernels:
+        return ""
+    for fold, kernels in (("all", "all"), ("all", "")):
+        try:
+            launch_of(replace(options, fold=fold, kernels=kernels))
+        except ValueError:
+            continue
+        return f"fold={fold}" + f" kernels={kernels}" * bool(kernels)
+    return ""
+
+
 def measuring_launch(options: MeasureOptions, *, longest: int, beside: bool = False) -> Launch:
     """The start of an engine to measure.
 

@@ -86,6 +86,19 @@ def test_a_line_is_printed_with_its_reasons(
     assert any(line.startswith("# attention_backend=fa3: ") for line in lines)
 
 
+def test_what_is_left_off_is_said(paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert cli.main(["serve", *paths, "dry_run=true", *words]) == 0
+        return capsys.readouterr().err
+
+    assert "splitserve: fold=all kernels=all can shorten" in said("profile=dspark_static")
+    # Blackwell's attention is not FlashAttention 3.
+    blackwell = said("profile=dspark_static", "gpu=blackwell")
+    assert "kernels=all" not in blackwell
+    for words in (["profile=dspark_compact"], ["profile=dspark_static", "fold=all"]):
+        assert "can shorten" not in said(*words)
+
+
 def test_a_target_that_is_not_at_hand_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "target=nobody/nothing", "gpu=hopper", "dry_run=true"]) == 0
     captured = capsys.readouterr()
