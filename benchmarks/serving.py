@@ -143,6 +143,8 @@ def base_options(given: argparse.Namespace) -> MeasureOptions:
         profile="dspark_static",
         target=target,
         draft=draft,
+        fold="none",
+        kernels="none",
         args=arguments,
         prompts=prompts,
         number=given.number,
@@ -212,7 +214,7 @@ async def pair(
     ]
     figures |= {"default_accept_length": first.accept_length, "accept_length": second.accept_length}
     # Kernels of our own round otherwise than SGLang's.
-    judged = judge(first, second, declared_rounding=bool(change.get("kernels")))
+    judged = judge(first, second, declared_rounding=change["kernels"] != "none")
     gates = gates_to_dict([gate for gate in judged if decode or gate.name != "score"])
     figures["gates_passed"] = gates["passed"]
     figures["gates"] = gates["gates"]
@@ -373,7 +375,7 @@ class Engines:
             await self.close(set(self._stacks) - (set(group) - self._profiled))
             missing = {name: group[name] for name in group if name not in self._open}
             # Whoever times kernels while it warms up has the GPU to itself.
-            timing = set() if are_kept() else {n for n in missing if missing[n].kernels}
+            timing = set() if are_kept() else {n for n in missing if missing[n].kernels != "none"}
             await asyncio.gather(*(self._start(n, missing[n]) for n in missing if n not in timing))
             for name in missing:
                 if name in timing:
@@ -479,7 +481,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--beside", type=two_or_more, default=2, help="engines on the GPU at a time"
     )
     parser.add_argument("--fold", default="all", help="what the changed side of pair folds")
-    parser.add_argument("--kernels", default="", help="and which kernels of our own it has")
+    parser.add_argument("--kernels", default="none", help="and which kernels of our own it has")
     parser.add_argument("--work", default="serving_work", help="folder for logs and traces")
     parser.add_argument("--folder", type=Path, default=None, help="folder of the record")
     parser.add_argument("--add", type=record_file, nargs="*", default=[], help="records to take in")

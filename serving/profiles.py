@@ -11,7 +11,7 @@ srt/layers/attention/.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -38,6 +38,8 @@ class Profile(Enum):
         return self in (Profile.DSPARK_STATIC, Profile.DSPARK_COMPACT)
 
 
+AUTO = ("auto",)
+"""Of `fold` and `kernels`: all where they have been measured to pay."""
 NEXTN_STEPS = 5
 NEXTN_DRAFT_TOKENS = NEXTN_STEPS + 1
 
@@ -77,9 +79,9 @@ class Request:
     """Temperatures of the confidence head, for dspark_compact."""
     fold: tuple[str, ...] = ()
     """Parts of a DSPARK step to put into its graphs (`serving.hooks_fold`); "all" for all, and
-    with SGLang's own switches for the same seams."""
+    with SGLang's own switches for the same seams; "auto" leaves it to the profile."""
     kernels: tuple[str, ...] = ()
-    """Kernels of our own (`serving.hooks_kernels`); "all" for all."""
+    """Kernels of our own (`serving.hooks_kernels`); "all" for all, "auto" as above."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """SGLang arguments of one's own, by Python name; they replace the profile's."""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -96,13 +98,35 @@ def build_launch(request: Request) -> Launch:
 
     target = read_target(request.target_path)
     draft = read_draft(request.draft_path) if request.draft_path else None
+    request = _decided(request, target)
     launch = settings_for(request, target)
     refuse(request, launch, target, draft)
     return launch
 
 
+def _decided(request: Request, target: TargetFacts) -> Request:
+    """With `auto` as what it comes to.
+
+    Measured shorter, gates green: static steps of Qwen3 and Llama targets on one H200, with
+    FlashAttention 3 (benchmarks/results/serving_8b.json, serving_smollm2.json).
+    """
+    pays = (
+        request.profile is Profile.DSPARK_STATIC
+        and target.family is Family.DENSE
+        and request.gpu is Gpu.HOPPER
+        and request.tp_size == 1
+        and request.arguments.get("attention_backend", "fa3") == "fa3"
+    )
+    chosen = ("all",) if pays else ()
+    return replace(
+        request,
+        fold=chosen if request.fold == AUTO else request.fold,
+        kernels=chosen if request.kernels == AUTO else request.kernels,
+    )
+
+
 def settings_for(request: Request, target: TargetFacts) -> Launch:
-    """The settings alone, nothing refused."""
+    """The settings alone, nothing refused and `auto` decided before."""
     arguments = [Setting("model_path", request.target_path, "the target")]
     if request.profile.is_dspark:
         arguments += [
@@ -124,7 +148,7 @@ def settings_for(request: Request, target: TargetFacts) -> Launch:
     launch = launch.plus(more_arguments, [*more_environment, *_folding(request.fold)])
     if request.kernels:
         names = ",".join(request.kernels)
-        why = "kernels of our own where they are faster"
+        why = "kernels of our own where they are faster (kernels=none: SGLang's)"
         launch = launch.plus([], [Setting(hooks_kernels.ENVIRONMENT, names, why)])
     return launch.plus(given(request.arguments), given(request.environment))
 
@@ -208,7 +232,7 @@ def _folding(fold: tuple[str, ...]) -> list[Setting]:
         return []
     everything = fold == ("all",)
     parts = hooks_fold.PARTS if everything else fold
-    why = "less host time between the graphs of a step"
+    why = "less host time between the graphs of a step (fold=none: as SGLang has it)"
     settings = [Setting(hooks_fold.ENVIRONMENT, ",".join(parts), why)]
     if everything:
         settings += [Setting(name, True, r) for name, r in hooks_fold.SGLANG_SWITCHES.items()]

@@ -27,11 +27,12 @@ from splitserve.options import parse_options
 from splitserve.serving_options import (
     MeasureOptions,
     ServerOptions,
+    about_steps,
     check_address,
     launch_of,
-    left_off,
     prompts_of,
     second_side,
+    sides_of,
 )
 from splitserve.serving_run import open_server, reach, run_warm, show_table, warm_up, workload_of
 from splitserve.serving_sweeps import SweepOptions, sweep_drafts, sweep_sps, sweep_sts
@@ -89,12 +90,8 @@ def serve(arguments: Sequence[str]) -> int:
             "config.json",
             file=sys.stderr,
         )
-    if more := left_off(options):
-        print(
-            f"splitserve: {more} can shorten a step of this server and is off, as it is not "
-            "SGLang's own; splitserve gate and bench show what it changes (docs/serving.md)",
-            file=sys.stderr,
-        )
+    if more := about_steps(options, launch):
+        print(f"splitserve: {more}", file=sys.stderr)
     if options.dry_run:
         for name, value, reason in launch.rows():
             print(f"# {name}={value}: {reason}")
@@ -182,11 +179,11 @@ async def _bench(options: BenchOptions) -> dict[str, Any]:
     found: dict[str, Any] = {}
     works = {n: workload_of(options, n) for n in options.concurrency}
     first = works[options.concurrency[0]]
+    other = sides_of(options)[1] if options.against else None
     async with AsyncExitStack() as stack:
-        turns = Turns() if options.against else None
+        turns = Turns() if other else None
         server = await open_server(stack, options, first, "a" if turns else "server", turns=turns)
-        if turns:
-            other = second_side(options)
+        if turns and other:
             second = await open_server(stack, other, first, "b", turns=turns)
             for number, work in works.items():
                 pair = await compare((server, second), ("A", "B"), work, rounds=options.rounds)
@@ -237,14 +234,19 @@ def _bench_table(found: dict[str, dict[str, Any]]) -> None:
 async def _gate(options: GateOptions) -> dict[str, Any]:
     if not options.second_url and not options.against:
         raise UserError(
-            "against", "", "a second server", "name an address, or how it differs: against.fold=all"
+            "against",
+            "",
+            "a second server",
+            "name an address, or how it differs: against.tp=2",
         )
     tokenizer = TargetTokenizer(options.target) if options.prompts and options.target else None
     prompts = prompts_of(options, tokenizer)
     work = Workload(prompts, options.answer_tokens)
-    sides = [options, second_side(options)]
-    if options.second_url:
-        sides[1] = replace(sides[1], url=options.second_url)
+    sides: Sequence[MeasureOptions] = (
+        (options, replace(second_side(options), url=options.second_url))
+        if options.second_url
+        else sides_of(options)
+    )
     for side in sides:
         if side.url:
             # The second is asked only when the first has been measured.

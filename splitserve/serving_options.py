@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serving.facts import Gpu, detect_gpu, read_target
+from serving.hooks_fold import ENVIRONMENT as FOLD
+from serving.hooks_kernels import ENVIRONMENT as KERNELS
 from serving.launch_spec import Launch, Setting
 from serving.profiles import MEASURING, Profile, Request, build_launch
 from serving.session import TRACE_TOKENS
@@ -49,11 +51,12 @@ class ServerOptions:
     """Steps-per-second table for dspark_compact."""
     sts: str = ""
     """Temperatures for dspark_compact."""
-    fold: str = ""
-    """Parts of a DSPARK step to put into its graphs: all, or a list with commas."""
-    kernels: str = ""
-    """Kernels of our own in place of SGLang's: all, or some of attention, linear, mlp, markov, rope
-    and norm, with commas."""
+    fold: str = "auto"
+    """Parts of a DSPARK step to put into its graphs: all, none, or a list with commas; auto is all
+    where that has been measured to pay."""
+    kernels: str = "auto"
+    """Kernels of our own in place of SGLang's: all, none, or some of attention, linear, mlp,
+    markov, rope and norm, with commas; auto as above."""
     args: dict[str, Any] = field(default_factory=dict)
     """SGLang arguments of one's own: args.NAME=VALUE."""
     env: dict[str, Any] = field(default_factory=dict)
@@ -167,7 +170,8 @@ def request_of(options: ServerOptions) -> Request:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    return () if names == ("none",) else names
 
 
 def launch_of(options: ServerOptions) -> Launch:
@@ -178,16 +182,28 @@ def launch_of(options: ServerOptions) -> Launch:
     return launch
 
 
-def left_off(options: ServerOptions) -> str:
-    """What could make this server's steps shorter and is off, as one would ask for it."""
-    if options.profile != Profile.DSPARK_STATIC.value or options.fold or options.kernels:
+def about_steps(options: ServerOptions, launch: Launch) -> str:
+    """What the profile has put into this server's steps that is not SGLang's, or has left out."""
+    if options.profile != Profile.DSPARK_STATIC.value or "auto" not in (
+        options.fold,
+        options.kernels,
+    ):
         return ""
-    for fold, kernels in (("all", "all"), ("all", "")):
+    if {FOLD, KERNELS} & launch.environment_dict().keys():
+        return (
+            "this server's steps are shortened by this package, as measured for such targets; "
+            "fold=none kernels=none leaves them to SGLang (docs/serving.md)"
+        )
+    for kernels in ("all", "none"):
         try:
-            launch_of(replace(options, fold=fold, kernels=kernels))
+            launch_of(replace(options, fold="all", kernels=kernels))
         except ValueError:
             continue
-        return f"fold={fold}" + f" kernels={kernels}" * bool(kernels)
+        asked = "fold=all" + " kernels=all" * (kernels == "all")
+        return (
+            f"{asked} can shorten a step of this server and is off, as it has not been measured "
+            "to; splitserve gate and bench show what it changes (docs/serving.md)"
+        )
     return ""
 
 
@@ -261,6 +277,24 @@ def second_side(options: MeasureOptions) -> MeasureOptions:
     if changes.get("profile") in ("plain", "nextn") and "draft" not in changes:
         changes["draft"] = ""
     return replace(options, **changes, against={})
+
+
+def sides_of(options: MeasureOptions) -> tuple[MeasureOptions, MeasureOptions]:
+    """Both servers of a comparison.
+
+    Raises:
+        UserError: an option that servers do not have, or both come to the same server.
+        ValueError: one of them cannot be served.
+    """
+    first, second = replace(options, against={}), second_side(options)
+    if not options.url and build_launch(request_of(first)) == build_launch(request_of(second)):
+        raise UserError(
+            "against",
+            options.against,
+            "what makes the second server another than the first; both come to the same settings",
+            "write for example fold=none kernels=none against.fold=all",
+        )
+    return first, second
 
 
 def prompts_of(options: MeasureOptions, tokenizer: TargetTokenizer | None) -> tuple[Prompt, ...]:

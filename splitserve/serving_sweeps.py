@@ -41,7 +41,7 @@ async def sweep_drafts(options: SweepOptions) -> dict[str, Any]:
     for number in sorted(set(options.lengths)):
         side = replace(options, block_size=number)
         if number == 0:
-            side = replace(side, profile="plain", draft="", block_size=0, fold="")
+            side = replace(side, profile="plain", draft="", block_size=0, fold="none")
         elif options.profile == "nextn":
             steps = {"speculative_num_steps": number, "speculative_num_draft_tokens": number + 1}
             side = replace(side, block_size=0, args={**options.args, **steps})
@@ -73,7 +73,9 @@ async def sweep_sps(options: SweepOptions) -> dict[str, Any]:
     """Measure, write and check the table. Raises ValueError, ServerError."""
     file = Path(options.file or Path(options.folder) / "sps.json")
     step_ms = {}
-    static = replace(options, profile="dspark_static", sps="", sts="")
+    # The table is for a server in compact mode, whose steps `auto` leaves to SGLang.
+    fold, kernels = ("none" if n == "auto" else n for n in (options.fold, options.kernels))
+    static = replace(options, profile="dspark_static", sps="", sts="", fold=fold, kernels=kernels)
     async with AsyncExitStack() as stack:
         server = await open_server(stack, static, workload_of(options), "sps")
         block_size = 0

@@ -172,6 +172,29 @@ def test_compact_needs_a_confidence_head_and_a_captured_verify(
     refused("is no JSON", Request(**compact, **dense, sps_table=str(tmp_path / "cut.json")))
 
 
+def test_what_is_measured_to_pay_is_on_by_itself(dense: dict[str, str], tmp_path: Path) -> None:
+    def own(profile: Profile = Profile.DSPARK_STATIC, **changed: Any) -> set[str]:
+        asked = {**dense, "gpu": Gpu.HOPPER, "fold": ("auto",), "kernels": ("auto",), **changed}
+        launch = build_launch(Request(profile, **asked))
+        return {n for n in launch.environment_dict() if n.startswith("SPLITSERVE_")}
+
+    both = {"SPLITSERVE_FOLD", "SPLITSERVE_KERNELS"}
+    assert own() == both
+    assert own(fold=()) == {"SPLITSERVE_KERNELS"} and own(kernels=()) == {"SPLITSERVE_FOLD"}
+    assert own(arguments={"attention_backend": "fa3"}) == both
+    for changed in (
+        {"gpu": Gpu.BLACKWELL},
+        {"gpu": Gpu.AMPERE},
+        {"tp_size": 2},
+        {"arguments": {"attention_backend": "triton"}},
+        {"profile": Profile.DSPARK_COMPACT},
+        {"profile": Profile.PLAIN, "draft_path": ""},
+        {"target_path": folder(tmp_path / "ling", LING, ())},
+    ):
+        assert own(**changed) == set(), changed
+    refused("need a GPU of Hopper", Request(Profile.DSPARK_STATIC, **dense, kernels=("all",)))
+
+
 def test_kernels_of_our_own_are_asked_for_and_refused(
     dense: dict[str, str], tmp_path: Path
 ) -> None:

@@ -86,17 +86,22 @@ def test_a_line_is_printed_with_its_reasons(
     assert any(line.startswith("# attention_backend=fa3: ") for line in lines)
 
 
-def test_what_is_left_off_is_said(paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_sglangs_is_said(paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def said(*words: str) -> str:
         assert cli.main(["serve", *paths, "dry_run=true", *words]) == 0
-        return capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert ("SPLITSERVE_" in captured.out) == ("are shortened" in captured.err)
+        return captured.err
 
-    assert "splitserve: fold=all kernels=all can shorten" in said("profile=dspark_static")
+    static = "profile=dspark_static"
+    assert "fold=none kernels=none leaves them to SGLang" in said(static)
+    assert "are shortened" in said(static, "kernels=none")
+    assert said(static, "fold=none", "kernels=none") == ""
+    assert "splitserve: fold=all kernels=all can shorten" in said(static, "tp=2")
     # Blackwell's attention is not FlashAttention 3.
-    blackwell = said("profile=dspark_static", "gpu=blackwell")
-    assert "kernels=all" not in blackwell
-    for words in (["profile=dspark_compact"], ["profile=dspark_static", "fold=all"]):
-        assert "can shorten" not in said(*words)
+    blackwell = said(static, "gpu=blackwell")
+    assert "fold=all can shorten" in blackwell and "kernels=all" not in blackwell
+    assert said("profile=dspark_compact") == ""
 
 
 def test_a_target_that_is_not_at_hand_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +244,11 @@ def test_bench_compares_two_settings(
     slow, quick = FakeServer(step_ms=lambda: 6.0), FakeServer(step_ms=lambda: 4.0)
     started = Started(monkeypatch, slow, quick)
     words = ["profile=dspark_static", "input_tokens=9", "against.fold=all", "rounds=2", "number=1"]
-    assert cli.main(["bench", *paths, *words]) == 0
+    # The profile folds by itself here.
+    assert cli.main(["bench", *paths, *words]) == 2
+    assert "both come to the same settings" in capsys.readouterr().err
+    assert not started.launches
+    assert cli.main(["bench", *paths, *words, "fold=none"]) == 0
     found = last(capsys)["comparison"]["1"]
     assert found["verdict"] == "B is 1.500 x faster than A"
     first, second = (launch.environment_dict() for launch in started.launches)

@@ -71,7 +71,7 @@ def test_every_figure_is_written(opened: list[MeasureOptions], tmp_path: Path) -
     # The trace's step of 0.3 ms is idle for 0.077; without profiling it takes 0.25.
     assert figures["idle_fraction"] == pytest.approx((77 - 50) / 250)
     assert figures["default_idle_fraction"] > figures["idle_fraction"]
-    assert [o.fold for o in opened] == ["", "all", "", ""]
+    assert [o.fold for o in opened] == ["none", "all", "none", "none"]
     assert {o.args["load_format"] for o in opened} == {"dummy"}
 
 
@@ -103,7 +103,7 @@ def test_kernels_of_our_own_need_not_give_the_same_bytes(
     options = ["--parts", "pair", "--kernels", "all", "--folder", "r", "--number", "1"]
     assert script.main(["8b", *options]) == 0
     figures = record(tmp_path, "8b")["figures"]
-    assert [o.kernels for o in opened] == ["", "all"]
+    assert [o.kernels for o in opened] == ["none", "all"]
     binding = {gate["name"]: gate["binding"] for gate in figures["gates"]}
     assert binding == {"bytes": False, "accept": True, "state of A": True, "state of B": True}
     assert figures["gates_passed"] is True
@@ -172,7 +172,7 @@ def test_kernels_are_timed_by_one_engine_at_a_time(
     async def open_server(
         stack: AsyncExitStack, options: MeasureOptions, work: Any, name: str, **more: Any
     ) -> Any:
-        if options.kernels:
+        if options.kernels != "none":
             starting.add(name)
             most.append(len(starting))
             await asyncio.sleep(0.01)
@@ -194,7 +194,7 @@ def test_each_switch_is_compared_alone(opened: list[MeasureOptions], tmp_path: P
     figures = record(tmp_path, "8b")["figures"]
     ratios = {name for name in figures if name.endswith("_ratio")}
     assert ratios == {f"each_{name}_ratio" for name in script.EACH}
-    folds = [o.fold for o in opened if o.fold]
+    folds = [o.fold for o in opened if o.fold != "none"]
     assert all(parse_parts(fold) for fold in folds)
     # What one comparison adds leaves the arguments of all in place.
     assert all(o.args["load_format"] == "dummy" for o in opened)
