@@ -18,7 +18,7 @@ from splitserve.eval.measure import Evaluator, lossless_differences
 from splitserve.eval.spec import EvalPrompt, EvaluatorSpec
 from splitserve.options import parse_options
 from splitserve.run.folder import RunFolder, newest_run
-from splitserve.run.main import best_so_far, export_draft, serving_line
+from splitserve.run.main import best_so_far, export_draft, serving_lines
 from splitserve.run.plan import evaluator_spec, load_tokenizer, make_plan
 from splitserve.run.summary import accept_table, settings_line
 from splitserve.target.info import check_window
@@ -178,9 +178,8 @@ def export(arguments: Sequence[str]) -> int:
     target = compose_resumed(folder.config, []).target
     console = Console()
     console.print(f"export: {out}", soft_wrap=True)
-    console.print(
-        f"  {serving_line(out, target.path or 'TARGET_FOLDER')}", soft_wrap=True, highlight=False
-    )
+    for line in serving_lines(out, target.path or "TARGET_FOLDER"):
+        console.print(f"  {line}", soft_wrap=True, highlight=False)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -206,8 +207,8 @@ def _finish(
     export_draft(Path(best.path), folder.export)
     evals = folder.read_evals()
     first = next((e["report"]["reports"][0] for e in evals if e["step"] == 0), None)
-    command = serving_line(folder.export, plan.target.path)
-    print_summary(console, first, outcome.final_report, str(folder.export), command)
+    lines = serving_lines(folder.export, plan.target.path)
+    print_summary(console, first, outcome.final_report, str(folder.export), lines)
     seconds = outcome.seconds
     folder.write_metrics(
         "finished",
@@ -222,11 +223,17 @@ def _finish(
     console.print(f"finished in {duration(seconds['total_seconds'])}", highlight=False)
 
 
-def serving_line(export: Path, target_path: str) -> str:
-    """The one command that serves an export, or why there is none."""
+def serving_lines(export: Path, target_path: str) -> tuple[str, ...]:
+    """The commands that serve an export, or why there is none."""
     if not verify_export(export).servable:
-        return "(markov_rank=0 is plain DFlash: SGLang's DSPARK does not serve this draft)"
-    return " ".join(launch_command(str(export.resolve()), target_path))
+        return ("(markov_rank=0 is plain DFlash: SGLang's DSPARK does not serve this draft)",)
+    draft = str(export.resolve())
+    chosen = ["splitserve", "serve", "profile=dspark_static"]
+    return (
+        " ".join(launch_command(draft, target_path)),
+        "or, with the settings that are fastest on that machine:",
+        shlex.join([*chosen, f"target={target_path}", f"draft={draft}"]),
+    )
 
 
 def export_draft(source: Path, target: Path) -> None:

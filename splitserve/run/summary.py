@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -47,9 +48,9 @@ def print_summary(
     first: dict[str, Any] | None,
     final: dict[str, Any],
     export: str,
-    command: str,
+    commands: Sequence[str],
 ) -> None:
-    """Print the closing table, the export's place and the command that serves it."""
+    """Print the closing table, the export's place and the commands that serve it."""
     main, *others = final["reports"]
     console.print(accept_table(first, main))
     console.print(settings_line(main), soft_wrap=True)
@@ -58,4 +59,5 @@ def print_summary(
         console.print(f"accept length {value:.2f}, {settings_line(report)}", soft_wrap=True)
     console.print(f"\nexport: {export}", soft_wrap=True)
     console.print("serve it on a GPU with SGLang:", soft_wrap=True)
-    console.print(f"  {command}", soft_wrap=True, highlight=False)
+    for line in commands:
+        console.print(f"  {line}", soft_wrap=True, highlight=False)

@@ -92,7 +92,15 @@ def test_a_run_leaves_what_it_promises(finished: Run) -> None:
 
 
 def test_the_closing_table_says_what_came_out(finished: Run) -> None:
-    for text in ("accept length", "sums", "words", "export:", "sglang.launch_server", "DSPARK"):
+    for text in (
+        "accept length",
+        "sums",
+        "words",
+        "export:",
+        "sglang.launch_server",
+        "DSPARK",
+        "serve profile=",
+    ):
         assert text in finished.output, f"{text!r} is missing in\n{finished.output}"
 
 

@@ -67,7 +67,7 @@ def test_the_summary_ends_with_the_command_on_one_line() -> None:
     console = Console(file=io.StringIO(), width=60)
     command = "python -m sglang.launch_server --model-path " + "x" * 80
     final = {"full": True, "reports": [END, one({"all": 1.75}, [0.5, 0.4, 0.3], 0.8)]}
-    print_summary(console, START, final, "runs/r/1/export", command)
+    print_summary(console, START, final, "runs/r/1/export", [command])
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "accept length 1.75, measured with temperature 0.8" in text
