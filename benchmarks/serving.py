@@ -44,7 +44,7 @@ from benchmarks.record import ROOT, write_record
 from dspark.config import DraftConfig
 from serving.bench import Comparison, Run, Workload, compare
 from serving.gates import GREEDY_TOKENS, gates_to_dict, gather, judge
-from serving.hooks_kernels import CHOICES
+from serving.hooks_kernels import CHOICES, PRODUCTS, parse_kernels
 from serving.server import Server, ServerError, Turns
 from serving.session import summarize_traces, traced
 from serving.workload import TargetTokenizer
@@ -375,7 +375,7 @@ class Engines:
             await self.close(set(self._stacks) - (set(group) - self._profiled))
             missing = {name: group[name] for name in group if name not in self._open}
             # Whoever times kernels while it warms up has the GPU to itself.
-            timing = set() if are_kept() else {n for n in missing if missing[n].kernels != "none"}
+            timing = set() if are_kept() else {n for n in missing if times_products(missing[n])}
             await asyncio.gather(*(self._start(n, missing[n]) for n in missing if n not in timing))
             for name in missing:
                 if name in timing:
@@ -415,6 +415,13 @@ class Engines:
         for name in ended:
             del self._open[name]
         self._profiled -= ended
+
+
+def times_products(options: MeasureOptions) -> bool:
+    """Whether an engine times kernels while it warms up."""
+    if options.kernels == "none":
+        return False
+    return bool(set(PRODUCTS) & set(parse_kernels(options.kernels)))
 
 
 def are_kept() -> bool:
