@@ -107,12 +107,12 @@ def build_launch(request: Request) -> Launch:
 def _decided(request: Request, target: TargetFacts) -> Request:
     """With `auto` as what it comes to.
 
-    Measured shorter, gates green: static steps of Qwen3 and Llama targets on one H200, with
-    FlashAttention 3 (benchmarks/results/serving_8b.json, serving_smollm2.json).
+    Measured shorter, gates green: static steps of Qwen3, Llama and Ling-3 targets on one H200, with
+    FlashAttention 3 (benchmarks/results/serving_8b.json, serving_smollm2.json, serving_ling3.json).
     """
     pays = (
         request.profile is Profile.DSPARK_STATIC
-        and target.family is Family.DENSE
+        and target.family in (Family.DENSE, Family.LING3)
         and request.gpu is Gpu.HOPPER
         and request.tp_size == 1
         and request.arguments.get("attention_backend", "fa3") == "fa3"

@@ -182,6 +182,7 @@ def test_what_is_measured_to_pay_is_on_by_itself(dense: dict[str, str], tmp_path
     assert own() == both
     assert own(fold=()) == {"SPLITSERVE_KERNELS"} and own(kernels=()) == {"SPLITSERVE_FOLD"}
     assert own(arguments={"attention_backend": "fa3"}) == both
+    assert own(target_path=folder(tmp_path / "ling", LING, ())) == both
     for changed in (
         {"gpu": Gpu.BLACKWELL},
         {"gpu": Gpu.AMPERE},
@@ -189,7 +190,7 @@ def test_what_is_measured_to_pay_is_on_by_itself(dense: dict[str, str], tmp_path
         {"arguments": {"attention_backend": "triton"}},
         {"profile": Profile.DSPARK_COMPACT},
         {"profile": Profile.PLAIN, "draft_path": ""},
-        {"target_path": folder(tmp_path / "ling", LING, ())},
+        {"target_path": folder(tmp_path / "moe", {**TARGET, "architectures": ["Other"]}, ())},
     ):
         assert own(**changed) == set(), changed
     refused("need a GPU of Hopper", Request(Profile.DSPARK_STATIC, **dense, kernels=("all",)))
