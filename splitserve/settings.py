@@ -66,7 +66,8 @@ class TargetSettings:
     gguf_sha256: str = ""
     """Checksum of that file, hexadecimal."""
     dtype: str = "bfloat16"
-    """Type of the target's weights and of the hidden states: bfloat16 or float32."""
+    """Type of the target's weights and of the hidden states: bfloat16 or float32; auto is float32
+    on a CPU that has no fast bfloat16 products, and else bfloat16."""
 
     def __post_init__(self) -> None:
         check_one_of("target.dtype", self.dtype, DTYPES)
@@ -186,7 +187,8 @@ class TrainSettings:
     zero_stage: int = 1
     """DeepSpeed ZeRO stage, 1 or 2."""
     dtype: str = "bfloat16"
-    """bfloat16 keeps float32 masters; float32 is for comparisons."""
+    """bfloat16 keeps float32 masters; float32 is for comparisons, and for CPUs without fast
+    bfloat16 products; auto as `target.dtype`."""
     log_every: int = 10
     save_every: int = 100
     keep_checkpoints: int = 2

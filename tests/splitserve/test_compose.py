@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from splitserve import compose as compose_module
 from splitserve.compose import (
     compose,
     compose_resumed,
@@ -45,7 +46,7 @@ def refusal(arguments: list[str]) -> UserError:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(compose([RECIPE, "train.steps=7", SAMPLING])))
+    path.write_text(to_yaml(compose([RECIPE, "train.steps=7", "train.dtype=bfloat16", SAMPLING])))
     return path
 
 
@@ -126,6 +127,36 @@ def test_fields_are_set_with_their_types() -> None:
 )
 def test_a_free_dictionary_takes_any_key(arguments: list[str]) -> None:
     assert compose([RECIPE, *arguments]).data.chat_template_kwargs == {"a": 1, "b": "x"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype"),
+    [
+        ("flags\t\t: fpu avx2 fsrm\n", "float32"),
+        ("flags\t\t: fpu avx2 avx512bw amx_bf16\n", "bfloat16"),
+        ("Features\t: fp asimd bf16\n", "bfloat16"),
+        ("Features\t: fp asimd\n", "float32"),
+        ("processor: 0\n", "bfloat16"),
+        (None, "bfloat16"),
+    ],
+)
+def test_a_cpu_without_bfloat16_products_takes_float32(
+    facts: str | None, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if facts is not None:
+        file.write_text(facts)
+    monkeypatch.setattr(compose_module, "CPU_FACTS", file)
+    settings = compose([RECIPE])
+    assert settings.target.dtype == settings.train.dtype == dtype
+    assert compose([RECIPE, "target.dtype=bfloat16"]).target.dtype == "bfloat16"
+    gpu = compose([RECIPE, "layout=gpu1", "engine=sglang_gpu"])
+    assert gpu.target.dtype == gpu.train.dtype == "bfloat16"
+    # What a run was started with stays, wherever it goes on.
+    stored = tmp_path / "config.yaml"
+    stored.write_text(to_yaml(settings))
+    monkeypatch.setattr(compose_module, "CPU_FACTS", tmp_path / "none")
+    assert compose_resumed(stored, []).train.dtype == dtype
 
 
 def test_a_recipe_of_ones_own_is_taken_by_its_path(tmp_path: Path) -> None:
