@@ -25,6 +25,7 @@ from splitserve.settings import RunSettings
 
 RECIPE = "recipe=smollm2_dspark"
 SAMPLING = "data.sampling=[{temperature: 0.5, top_k: 5}]"
+STORED = [RECIPE, "train.steps=7", "train.dtype=bfloat16", SAMPLING]
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
     "local": ["target.path=somewhere"],
@@ -46,7 +47,7 @@ def refusal(arguments: list[str]) -> UserError:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(compose([RECIPE, "train.steps=7", "train.dtype=bfloat16", SAMPLING])))
+    path.write_text(to_yaml(compose(STORED)))
     return path
 
 
@@ -256,7 +257,7 @@ def test_a_recipe_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
 
 
 def test_settings_survive_being_stored(stored: Path) -> None:
-    settings = compose([RECIPE, "train.steps=7", SAMPLING])
+    settings = compose(STORED)
     assert compose_resumed(stored, []) == settings
     assert settings.data.sampling[0].top_k == 5
 
