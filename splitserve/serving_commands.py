@@ -183,7 +183,7 @@ async def _bench(options: BenchOptions) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         turns = Turns() if other else None
         server = await open_server(stack, options, first, "a" if turns else "server", turns=turns)
-        if turns and other:
+        if other:
             second = await open_server(stack, other, first, "b", turns=turns)
             for number, work in works.items():
                 pair = await compare((server, second), ("A", "B"), work, rounds=options.rounds)
@@ -234,10 +234,7 @@ def _bench_table(found: dict[str, dict[str, Any]]) -> None:
 async def _gate(options: GateOptions) -> dict[str, Any]:
     if not options.second_url and not options.against:
         raise UserError(
-            "against",
-            "",
-            "a second server",
-            "name an address, or how it differs: against.tp=2",
+            "against", "", "a second server", "name an address, or how it differs: against.tp=2"
         )
     tokenizer = TargetTokenizer(options.target) if options.prompts and options.target else None
     prompts = prompts_of(options, tokenizer)
