@@ -203,8 +203,8 @@ def multiplies_bfloat16(facts: Path) -> bool:
     """Whether a CPU multiplies bfloat16 matrices about as fast as float32 ones.
 
     Without AVX-512 (or Arm's bf16) oneDNN has no such products, and what torch takes instead is 10
-    times slower than float32's. Read from the CPU's flags: asking torch, as the engine's plugin does
-    (`splitserve.engine.cpu_linear`), would load it for commands that only read settings.
+    times slower than float32's. Read from the CPU's flags: asking torch, as the engine's plugin
+    does (`splitserve.engine.cpu_linear`), would load it for commands that only read settings.
 
     Args:
         facts: like /proc/cpuinfo; a machine without it is taken for one that does.
